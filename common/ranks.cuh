@@ -1,0 +1,284 @@
+// Who am I, who else is there: a rank drives one GPU. Ranks are threads of this process, or
+// processes; a chapter cannot tell. What they say to each other goes through communicators.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+
+#include "gpu.cuh"
+#include "launch.h"
+
+// ---- communicators ------------------------------------------------------------------------
+
+inline ncclDataType_t nccl_type(const float*) { return ncclFloat; }
+inline ncclDataType_t nccl_type(const double*) { return ncclDouble; }
+inline ncclDataType_t nccl_type(const int32_t*) { return ncclInt32; }
+inline ncclDataType_t nccl_type(const uint8_t*) { return ncclUint8; }
+inline ncclDataType_t nccl_type(const __half*) { return ncclHalf; }
+inline ncclDataType_t nccl_type(const __nv_bfloat16*) { return ncclBfloat16; }
+
+// What one rank has sent, by the textbook's formula for a ring of p ranks and a message of n
+// bytes: all-reduce 2(p-1)/p n; reduce-scatter and all-gather (p-1)/p of the whole; broadcast
+// and reduce (p-1)/p n, for all ranks but one pass the message on; send n.
+struct Traffic {
+  double bytes = 0;
+  int64_t collectives = 0, messages = 0;
+};
+
+// This thread's live communicators: whoever waits looks after all of them.
+inline std::vector<ncclComm_t>& live_comms() {
+  thread_local std::vector<ncclComm_t> comms;
+  return comms;
+}
+
+// Calls are as NCCL's: they return once the work is in the stream. Buffers must stay until it is
+// done, and all ranks must make the same calls in the same order.
+class Comm : public Owner<ncclComm_t> {
+ public:
+  Comm(const ncclUniqueId& id, int size, int rank) : size_(size), rank_(rank) {
+    CHECK(ncclCommInitRank(&handle_, size, id, rank));
+    live_comms().push_back(handle_);
+  }
+  Comm(Comm&&) noexcept = default;
+  ~Comm() {
+    if (!handle_) return;
+    std::erase(live_comms(), handle_);
+    // While an exception is on its way, peers may never come to what destroy would wait for.
+    CHECK_TEARDOWN(std::uncaught_exceptions() ? ncclCommAbort(handle_) : ncclCommDestroy(handle_));
+  }
+
+  // One communicator a colour, its ranks in the order of their keys. All ranks must call.
+  Comm split(int color, int key) const {
+    Comm part;
+    CHECK(ncclCommSplit(handle_, color, key, &part.handle_, nullptr));
+    if (!part.handle_) return part;  // NCCL_SPLIT_NOCOLOR: this rank is in no part
+    live_comms().push_back(part.handle_);
+    CHECK(ncclCommCount(part.handle_, &part.size_));
+    CHECK(ncclCommUserRank(part.handle_, &part.rank_));
+    return part;
+  }
+
+  int size() const { return size_; }
+  int rank() const { return rank_; }
+
+  template <class T>
+  void all_reduce(T* data, int64_t n, cudaStream_t stream, ncclRedOp_t op = ncclSum) {
+    CHECK(ncclAllReduce(data, data, n, nccl_type(data), op, handle_, stream));
+    collective(2, n * sizeof(T));
+  }
+  template <class T>
+  void reduce(T* data, int64_t n, int root, cudaStream_t stream, ncclRedOp_t op = ncclSum) {
+    CHECK(ncclReduce(data, data, n, nccl_type(data), op, root, handle_, stream));
+    collective(1, n * sizeof(T));
+  }
+  template <class T>
+  void broadcast(T* data, int64_t n, int root, cudaStream_t stream) {
+    CHECK(ncclBroadcast(data, data, n, nccl_type(data), root, handle_, stream));
+    collective(1, n * sizeof(T));
+  }
+  // all [size * n] = every rank's own [n], in rank order; in place: own = all + rank * n.
+  template <class T>
+  void all_gather(T* all, const T* own, int64_t n, cudaStream_t stream) {
+    CHECK(ncclAllGather(own, all, n, nccl_type(all), handle_, stream));
+    collective(1, size_ * n * sizeof(T));
+  }
+  // own [n] = the sum of block `rank` of every rank's all [size * n]; in place likewise.
+  template <class T>
+  void reduce_scatter(T* own, const T* all, int64_t n, cudaStream_t stream) {
+    CHECK(ncclReduceScatter(all, own, n, nccl_type(own), ncclSum, handle_, stream));
+    collective(1, size_ * n * sizeof(T));
+  }
+  template <class T>
+  void send(const T* data, int64_t n, int peer, cudaStream_t stream) {
+    CHECK(ncclSend(data, n, nccl_type(data), peer, handle_, stream));
+    traffic.bytes += n * sizeof(T);
+    ++traffic.messages;
+  }
+  template <class T>
+  void recv(T* data, int64_t n, int peer, cudaStream_t stream) {
+    CHECK(ncclRecv(data, n, nccl_type(data), peer, handle_, stream));
+  }
+
+  Traffic traffic;
+
+ private:
+  Comm() = default;
+  void collective(double trips, double bytes) {
+    traffic.bytes += trips * (size_ - 1) * bytes / size_;
+    ++traffic.collectives;
+  }
+  int size_ = 0, rank_ = 0;
+};
+
+// The calls between its construction and its end are one: they have no order among themselves,
+// and opposite sends cannot wait for each other.
+class Group {
+ public:
+  Group() { CHECK(ncclGroupStart()); }
+  Group(const Group&) = delete;
+  ~Group() noexcept(false) {
+    const ncclResult_t result = ncclGroupEnd();
+    if (!std::uncaught_exceptions()) CHECK(result);  // else that exception is the cause
+  }
+};
+
+// ---- failure ------------------------------------------------------------------------------
+
+// The first failure of any rank in this process ends all of them: it is printed once, and the
+// others stop where they next wait.
+class Failure {
+ public:
+  void record(int rank, const std::exception& cause) {
+    std::lock_guard lock(mutex_);
+    if (status_) return;
+    status_ = dynamic_cast<const BadInput*>(&cause) ? 2 : 1;
+    std::fprintf(stderr, "rank %d: %s\n", rank, cause.what());
+  }
+  int status() const { return status_; }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<int> status_{0};  // of the process, once it ends
+};
+
+struct PeerFailed : Error {
+  PeerFailed() : Error("another rank failed") {}
+};
+
+// ---- ranks --------------------------------------------------------------------------------
+
+class Rank {
+ public:
+  Rank(int rank, int size, int device, const ncclUniqueId& id, const Failure& failure)
+      : rank(rank), size(size), device(device), world(id, size, rank), failure_(failure) {}
+
+  const int rank, size, device;
+  Comm world;          // every other communicator is split from it, in one order on all ranks
+  bool quiet = false;
+
+  // Returns once the stream's work (or the event) is done. A dead peer shows only to who asks,
+  // and a failed one would be waited for in vain: so this polls instead of synchronising.
+  void wait(cudaStream_t stream) const {
+    poll([stream] { return cudaStreamQuery(stream); });
+  }
+  void wait(cudaEvent_t event) const {
+    poll([event] { return cudaEventQuery(event); });
+  }
+
+  // Throws if another rank failed. For loops that poll by themselves.
+  void look_after_peers() const {
+    if (failure_.status()) throw PeerFailed();
+    for (ncclComm_t comm : live_comms()) {
+      ncclResult_t error = ncclSuccess;
+      CHECK(ncclCommGetAsyncError(comm, &error));
+      CHECK(error);
+    }
+  }
+
+  // About ten lines a run. Which steps depends on nothing else: to read a loss drains the
+  // stream, and the timeline must be the same at every run.
+  bool wants_progress(int64_t step, int64_t total) const {
+    return rank == 0 && !quiet && (step + 1 == total || (step + 1) % ((total + 9) / 10) == 0);
+  }
+  void progress(int64_t step, int64_t total, double loss, int samples) {
+    const auto now = Clock::now();
+    const double seconds = std::chrono::duration<double>(now - std::exchange(last_, now)).count();
+    const int64_t steps = step - std::exchange(last_step_, step);
+    const bool terminal = isatty(STDOUT_FILENO);
+    std::printf("%sstep %*lld/%lld  loss %-9.4g %.0f samples/s%s", terminal ? "\r" : "",
+                static_cast<int>(std::to_string(total).size()), step + 1LL, total + 0LL, loss,
+                steps * samples / seconds, terminal && step + 1 < total ? "\033[K" : "\n");
+    std::fflush(stdout);
+  }
+
+ private:
+  template <class Query>
+  void poll(Query query) const {
+    for (cudaError_t status; (status = query()) != cudaSuccess;) {
+      if (status != cudaErrorNotReady) CHECK(status);
+      cudaGetLastError();  // "not ready" is no failure, but CUDA remembers it as one
+      look_after_peers();
+      std::this_thread::yield();
+    }
+  }
+  const Failure& failure_;
+  Clock::time_point last_ = Clock::now();
+  int64_t last_step_ = -1;
+};
+
+using Body = std::function<void(Rank&)>;
+
+// Runs ranks first .. first + count - 1 of `size` as threads, rank r on device[r - first].
+inline int run_threads(int first, int size, const std::vector<int>& devices,
+                       const ncclUniqueId& id, const Body& body) {
+  Failure failure;
+  std::mutex mutex;
+  std::condition_variable changed;
+  size_t finished = 0;
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < devices.size(); ++i)
+    threads.emplace_back([&, i] {
+      const int rank_number = first + static_cast<int>(i);
+      try {
+        CHECK(cudaSetDevice(devices[i]));  // before any other CUDA call of this thread
+        Rank rank(rank_number, size, devices[i], id, failure);
+        body(rank);
+      } catch (const std::exception& e) {
+        failure.record(rank_number, e);
+      }
+      std::lock_guard lock(mutex);
+      ++finished;
+      changed.notify_all();
+    });
+  // A rank inside a call that waits for the one that failed never comes back: after 5 s the
+  // process ends without it.
+  std::unique_lock lock(mutex);
+  for (auto patience_until = Clock::time_point::max(); finished < threads.size();) {
+    changed.wait_for(lock, std::chrono::milliseconds(100));
+    if (!failure.status()) continue;
+    patience_until = std::min(patience_until, Clock::now() + std::chrono::seconds(5));
+    if (Clock::now() > patience_until) std::_Exit(failure.status());
+  }
+  lock.unlock();
+  for (std::thread& thread : threads) thread.join();
+  return failure.status();
+}
+
+inline int visible_gpus() {
+  setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // a kernel loaded while others spin can deadlock
+  int gpus = 0;
+  const cudaError_t status = cudaGetDeviceCount(&gpus);
+  if (status != cudaSuccess || gpus == 0)
+    throw BadInput("no usable GPU (" + describe(status) +
+                   "); build for the virtual GPU with make BACKEND=virtual");
+  return gpus;
+}
+
+// Runs the body once a rank; the exit status of this process.
+inline int run_ranks(const Place& place, int p, bool share_gpu, char** argv, const Body& body) {
+  const int gpus = visible_gpus();
+  ncclUniqueId id = {};
+  if (place.launched) {
+    if (place.rank == 0) CHECK(ncclGetUniqueId(&id));
+    exchange(place, &id, sizeof id);
+    // Some launchers show each process its own GPU only.
+    const int device = share_gpu || gpus == 1 ? place.local % gpus : place.local;
+    if (device >= gpus)
+      throw BadInput("local rank " + std::to_string(place.local) + " needs GPU " +
+                     std::to_string(device) + ", " + std::to_string(gpus) + " visible");
+    return run_threads(place.rank, p, {device}, id, body);
+  }
+  if (p > gpus && share_gpu) return start_processes(p, argv);
+  if (p > gpus)
+    throw BadInput("--gpus: " + std::to_string(p) + " ranks need " + std::to_string(p) +
+                   " GPUs, " + std::to_string(gpus) + " visible; --share-gpu runs several ranks " +
+                   "on one, and make BACKEND=virtual needs none");
+  CHECK(ncclGetUniqueId(&id));
+  std::vector<int> devices(p);
+  std::iota(devices.begin(), devices.end(), 0);
+  return run_threads(0, p, devices, id, body);
+}
