@@ -1,0 +1,157 @@
+# Multi-GPU SGD from first principles. `make help` lists the targets.
+
+# ---- choices ------------------------------------------------------------------------------
+REAL   ?= float
+BUILD  ?= build
+CXX    := $(if $(filter default,$(origin CXX)),g++,$(CXX))
+NVCC   ?= nvcc
+NATIVE ?= -march=native
+BLAS_LIBS ?= -lopenblas
+GPU_ARCH := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1 | tr -d .)
+
+ifndef BACKEND
+  ifeq ($(shell command -v $(NVCC)),)
+    BACKEND := virtual
+    WHY := no nvcc
+  else
+    BACKEND := $(if $(GPU_ARCH),cuda,virtual)
+    WHY := nvcc and $(if $(GPU_ARCH),a GPU,no GPU)
+  endif
+  ifeq ($(filter help clean test,$(MAKECMDGOALS)),)
+    $(info BACKEND=$(BACKEND), for there is $(WHY))
+  endif
+endif
+ifeq ($(and $(filter virtual cuda,$(BACKEND)),$(filter float double,$(REAL))),)
+  $(error BACKEND is virtual or cuda, REAL is float or double; given $(BACKEND), $(REAL))
+endif
+
+export BLAS_LIBS CXX NVCC
+export OPENBLAS_NUM_THREADS ?= 1
+ifdef HARDWARE
+  export VIRTUAL_GPU := $(HARDWARE)
+endif
+ifeq ($(filter -j%,$(MAKEFLAGS)),)
+  MAKEFLAGS += -j$(shell nproc)
+endif
+
+# ---- what is built, and how ---------------------------------------------------------------
+# A chapter is a folder with a main.cu; a new one needs no line here.
+CHAPTERS := $(patsubst %/main.cu,%,$(wildcard 0*/main.cu))
+comma    := ,
+OUT      := $(BUILD)/$(BACKEND)-$(REAL)$(if $(SANITIZE),-$(subst $(comma),-,$(SANITIZE)))
+PROGRAMS := $(CHAPTERS:%=$(OUT)/%)
+TESTS    := $(patsubst tests/%.cc,$(OUT)/tests/%,$(filter-out tests/main.cc,$(wildcard tests/*.cc)))
+OBJECTS  := $(patsubst virtual_gpu/src/%.cc,$(OUT)/virtual_gpu/%.o,$(wildcard virtual_gpu/src/*.cc))
+
+# Without contraction a*b+c rounds twice everywhere, so that results can be compared.
+WARN     := -Wall -Wextra -Werror
+DEFINES  := $(if $(filter double,$(REAL)),-DREAL_DOUBLE)
+DEPENDS   = -MMD -MP -MF $@.d -MT $@
+HOST     := $(CXX) -std=c++20 -O3 -ffp-contract=off $(NATIVE) $(WARN) -pthread $(DEFINES) \
+            -Ivirtual_gpu/include $(if $(SANITIZE),-g -O1 -fno-omit-frame-pointer -fsanitize=$(SANITIZE))
+LIBRARY  := $(OUT)/virtual_gpu/virtual_gpu.a
+ifeq ($(BACKEND),virtual)
+  COMPILE := $(HOST) -x c++
+  LINK    := -x none $(LIBRARY) $(BLAS_LIBS) -lz
+else
+  COMPILE := $(NVCC) -std=c++20 -O3 -fmad=false --Werror all-warnings $(DEFINES) \
+             -Xcompiler -ffp-contract=off$(comma)-pthread$(comma)-Wall$(comma)-Wextra$(comma)-Werror \
+             $(if $(GPU_ARCH),-arch=sm_$(GPU_ARCH),-gencode arch=compute_80$(comma)code=sm_80 \
+               -gencode arch=compute_90$(comma)code=[sm_90$(comma)compute_90])
+  LINK    := -lcublas -lnccl -lz
+endif
+CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
+
+.DEFAULT_GOAL := all
+.PHONY: all run bench test test-one help tools clean FORCE
+.SECONDARY:
+.SECONDEXPANSION:
+
+all: $(PROGRAMS)  ## build all chapters (the default)
+
+# Other flags or another compiler: everything is built again.
+$(OUT)/flags: FORCE
+	@mkdir -p $(@D) && echo '$(COMPILE) $(LINK)' | cmp -s - $@ || { \
+	  tools/requirements.sh $(BACKEND) -q && echo '$(COMPILE) $(LINK)' > $@; }
+
+$(OUT)/%: %/main.cu $(OUT)/flags $(if $(filter virtual,$(BACKEND)),$(LIBRARY))
+	$(COMPILE) $(DEPENDS) $< $(LINK) -o $@
+
+$(OUT)/virtual_gpu/%.o: virtual_gpu/src/%.cc $(OUT)/flags
+	@mkdir -p $(@D)
+	$(HOST) $(DEPENDS) -c $< -o $@
+$(LIBRARY): $(OBJECTS)
+	@rm -f $@
+	ar rcs $@ $^
+
+$(OUT)/tests/%.o: tests/%.cc $(OUT)/flags
+	@mkdir -p $(@D) && tools/requirements.sh tests -q
+	$(HOST) $(DEPENDS) -c $< -o $@
+$(OUT)/tests/%: $(OUT)/tests/%.o $(OUT)/tests/main.o $(LIBRARY)
+	$(HOST) $^ $(CATCH_LIBS) $(BLAS_LIBS) -lz -o $@
+
+-include $(wildcard $(OUT)/*.d $(OUT)/*/*.d)
+
+# ---- running ------------------------------------------------------------------------------
+chapter = $(firstword $(filter $1 $1_%,$(CHAPTERS)))
+GPUS_OPTION = $(if $(GPUS),--gpus $(GPUS))
+
+## run-NN            run a chapter (run-02 or run-02_data_parallel); ARGS="..." are its options
+run-%: $$(addprefix $$(OUT)/,$$(call chapter,$$*))
+	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
+	@$(OUT)/$(call chapter,$*) $(GPUS_OPTION) $(ARGS)
+
+# Runs every chapter quietly, each with $1, and prints a line of the table for each.
+define table
+	@rm -rf $(OUT)/$@ && mkdir -p $(OUT)/$@ && status=0; for c in $(CHAPTERS); do \
+	  case $$c in 01_*) ranks= ;; *) ranks="$(GPUS_OPTION) $(if $(filter cuda,$(BACKEND)),--share-gpu)" ;; esac; \
+	  $(OUT)/$$c --quiet --report $(OUT)/$@/$$c.json $1 $$ranks $(ARGS) > $(OUT)/$@/$$c.txt || \
+	    { status=1; cat $(OUT)/$@/$$c.txt; }; \
+	done; cat $(OUT)/$@/*.json | awk -f tools/summary.awk; exit $$status
+endef
+run: $(PROGRAMS)  ## run all chapters on the digits, compare each with chapter 01, print one table
+	$(call table,--check)
+bench: $(PROGRAMS)  ## step times of all chapters on a larger network
+	$(call table,--hidden 1024$(comma)1024$(comma)1024 --batch 512 --steps 20)
+
+## diff-NN           what a chapter changes in the one that it builds on
+diff-%:
+	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
+	@new=$(call chapter,$*)/train.cuh; base=$$(sed -n '1s/.*Base: *\([0-9a-z_]*\).*/\1/p' $$new); \
+	if [ -f "$$base/train.cuh" ]; then diff -u $$base/train.cuh $$new || [ $$? = 1 ]; \
+	else echo "chapter $* builds on no other"; fi
+
+# ---- testing ------------------------------------------------------------------------------
+test:  ## all tests, in float and in double; the last line is "N passed, N failed"
+	@rm -rf $(BUILD)/counts; mkdir -p $(BUILD)/counts
+	@for real in float double; do \
+	  $(MAKE) --no-print-directory BACKEND=virtual REAL=$$real test-one || \
+	    echo "0 1" > $(BUILD)/counts/$$real-did-not-build; \
+	done; cat $(BUILD)/counts/* | awk '{ p += $$1; f += $$2 } \
+	  END { print p + 0 " passed, " f + 0 " failed"; exit f > 0 || p == 0 }'
+
+# Each test program leaves "passed failed"; one that crashes leaves no failure of its own, so
+# its exit status counts as one.
+test-one: $(PROGRAMS) $(TESTS)
+	@mkdir -p $(BUILD)/counts; for t in $(TESTS); do \
+	  counts=$(BUILD)/counts/$(notdir $(OUT))-$$(basename $$t); \
+	  echo "== $$t"; COUNTS=$$counts $$t $(TEST_ARGS) < /dev/null || \
+	    grep -qs ' [1-9]' $$counts || echo "0 1" >> $$counts; \
+	done
+
+# ---- and the rest -------------------------------------------------------------------------
+tools:  ## what this machine has for building, and which package brings what is missing
+	@tools/requirements.sh $(BACKEND)
+
+clean:  ## remove everything built
+	rm -rf $(BUILD)
+
+help:  ## this list
+	@awk -F ':.*## ' '/^## / { print "  " substr($$0, 4) } \
+	  /^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' Makefile
+	@echo "variables:"
+	@echo "  BACKEND=virtual|cuda  REAL=float|double  GPUS=P  ARGS=\"--batch 32 ...\""
+	@echo "  HARDWARE=preset (virtual GPU)  SANITIZE=thread|address,undefined  CXX  NVCC"
+	@echo "  BLAS_LIBS=-lopenblas  NATIVE=-march=native  BUILD=build"
+	@echo "this machine:"
+	@tools/requirements.sh $(BACKEND) | sed 's/^/  /'
