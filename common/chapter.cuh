@@ -289,7 +289,9 @@ int run(const Chapter<Settings>& chapter, const Settings& settings, const Option
   report.correct = count_correct(shape, report.result.weights, data.test);
   report.tested = data.test.size();
   if (!settings.quiet) report.print();
-  else if (settings.check) std::printf("%s: %s\n", chapter.name.c_str(), report.verdict().c_str());
+  else if (settings.check)
+    std::printf("%s: difference from chapter 01: %s\n", chapter.name.c_str(),
+                report.verdict().c_str());
   if (!settings.save.empty()) write_file(settings.save, safetensors(shape, report.result.weights));
   if (!settings.report.empty()) write_file(settings.report, report.as_json(chapter.name, options));
   const std::string trouble = not_finite(report.result);
