@@ -112,8 +112,11 @@ define table
 endef
 run: $(PROGRAMS)  ## run all chapters on the digits, compare each with chapter 01, print one table
 	$(call table,--check)
-bench: $(PROGRAMS)  ## step times of all chapters on a larger network
-	$(call table,--hidden 1024$(comma)1024$(comma)1024 --batch 512 --steps 20)
+bench: $(OUT)/bench/step_time  ## chapter 01's step against the same arithmetic in plain CBLAS calls
+	@$<
+$(OUT)/bench/%: bench/%.cc $(OUT)/flags $(LIBRARY)
+	@mkdir -p $(@D)
+	$(HOST) $(DEPENDS) $< $(LIBRARY) $(BLAS_LIBS) -lz -o $@
 
 ## diff-NN           what a chapter changes in the one that it builds on
 diff-%:
