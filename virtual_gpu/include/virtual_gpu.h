@@ -20,10 +20,11 @@ struct Operation {
   const char* range;       // the innermost NVTX range at the call, "" outside any
   Picoseconds issue, start, end;
   int64_t bytes;           // moved by a copy, or sent by this rank; 0 for arithmetic
+  const char* step;        // the outermost NVTX range if it is a "step N", else ""
 };
 
 // Every finished operation since the last reset, by device, stream and start. Recorded only
-// after record_timeline(true), or where VIRTUAL_GPU_TRACE or VIRTUAL_GPU_SVG is set.
+// after record_timeline(true), or where VIRTUAL_GPU_TRACE, _SVG or _TEXT names a file for it.
 void record_timeline(bool on);
 std::vector<Operation> timeline();
 

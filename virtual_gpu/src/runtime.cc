@@ -40,7 +40,9 @@ struct Runtime {
   int fail_device = 0;
 };
 
-[[noreturn]] void refuse_environment(const std::string& line) {
+}  // namespace
+
+void refuse_environment(const std::string& line) {
   std::fprintf(stderr, "%s\n", line.c_str());
   std::fflush(nullptr);
   std::_Exit(2);  // no destructor may run: this can be any thread, before or amid anything
@@ -60,6 +62,8 @@ int64_t whole_number(const char* name, const std::string& text, int64_t least, i
                               static_cast<long long>(least), static_cast<long long>(most)));
   return x;
 }
+
+namespace {
 
 // CUDA_VISIBLE_DEVICES limits the devices as on a GPU: an empty list leaves none.
 int visible_devices() {
@@ -467,6 +471,7 @@ void enqueue(Stream& stream, void (*run)(Stream&, Slot&), const char* call, Kind
     slot.cost = cost;
     slot.call = call;
     slot.range = h.ranges.empty() ? "" : h.ranges.back();
+    slot.step = h.ranges.empty() || std::strncmp(h.ranges[0], "step ", 5) ? "" : h.ranges[0];
     slot.bytes = bytes;
     slot.kind = kind;
     std::memcpy(slot.closure, closure, closure_size);
@@ -489,7 +494,8 @@ void Stream::occupy(const Slot& slot, Picoseconds earliest, Picoseconds cost) {
 void Stream::record(const Slot& slot, Kind kind, const char* call, Picoseconds start,
                     Picoseconds end, int64_t bytes) {
   if (recording())
-    operations.push_back({device, number, kind, call, slot.range, slot.issue, start, end, bytes});
+    operations.push_back({device, number, kind, call, slot.range, slot.issue, start, end, bytes,
+                          slot.step});
 }
 
 Stream* create_stream(int on_device) {
