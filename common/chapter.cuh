@@ -218,6 +218,7 @@ inline void largest_of_all(Result& result, Rank& rank) {
   Stream stream;
   Buffer<double> on_gpu(2);
   on_gpu.upload(figures, stream);
+  rank.meet();  // the others may still be freeing what they trained with
   rank.world.all_reduce(on_gpu.data(), 2, stream, ncclMax);
   on_gpu.download(figures.data(), 2, stream);
   rank.wait(stream);

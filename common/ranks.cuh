@@ -169,6 +169,13 @@ class Rank {
     poll([event] { return cudaEventQuery(event); });
   }
 
+  // Returns once every rank has come here, on the host, without a kernel. Between the last
+  // allocation and the first NCCL kernel: cudaMalloc and cudaFree can wait for a peer's GPU,
+  // whose kernel may wait for this rank.
+  void meet() const {
+    if (size > 1) world.split(NCCL_SPLIT_NOCOLOR, rank);
+  }
+
   // Throws if another rank failed. For loops that poll by themselves.
   void look_after_peers() const {
     if (failure_.status()) throw PeerFailed();
@@ -182,9 +189,14 @@ class Rank {
   // About ten lines a run. Which steps depends on nothing else: to read a loss drains the
   // stream, and the timeline must be the same at every run.
   bool wants_progress(int64_t step, int64_t total) const {
-    return rank == 0 && !quiet && (step + 1 == total || (step + 1) % ((total + 9) / 10) == 0);
+    return rank == 0 && progress_is_due(step, total);
+  }
+  // The same on every rank, for chapters whose ranks must work out the loss together.
+  bool progress_is_due(int64_t step, int64_t total) const {
+    return !quiet && (step + 1 == total || (step + 1) % ((total + 9) / 10) == 0);
   }
   void progress(int64_t step, int64_t total, double loss, int samples) {
+    if (rank != 0) return;
     const auto now = Clock::now();
     const double seconds = std::chrono::duration<double>(now - std::exchange(last_, now)).count();
     const int64_t steps = step - std::exchange(last_step_, step);
@@ -209,6 +221,21 @@ class Rank {
   Clock::time_point last_ = Clock::now();
   int64_t last_step_ = -1;
 };
+
+// Brings n numbers from the owner's GPU to rank 0's host; all ranks call. Rank 0's GPU may be too
+// small for everybody's, so they pass through `mailbox` there, in pieces of at most `most`.
+template <class T>
+void bring_to_rank_0(T* host, const T* from, int64_t n, int owner, T* mailbox, int64_t most,
+                     Rank& rank, cudaStream_t stream) {
+  for (int64_t at = 0, piece; at < n; at += piece) {
+    piece = std::min(most, n - at);
+    if (owner != 0 && rank.rank == owner) rank.world.send(from + at, piece, 0, stream);
+    if (owner != 0 && rank.rank == 0) rank.world.recv(mailbox, piece, owner, stream);
+    if (rank.rank == 0)
+      CHECK(cudaMemcpyAsync(host + at, owner ? mailbox : from + at, piece * sizeof(T),
+                            cudaMemcpyDeviceToHost, stream));
+  }
+}
 
 using Body = std::function<void(Rank&)>;
 
