@@ -57,7 +57,7 @@ struct Collective {
   explicit Collective(int ranks) : from(ranks), tags(ranks + 1) {}
   std::vector<Arrival> from;
   std::vector<char> tags;  // addresses for publish() and observe(): a rank's each, and the end
-  int arrived = 0;
+  int arrived = 0, first = 0;  // how many have come, and who came first
   bool executing = false, done = false;
   Picoseconds start = 0, end = 0;
 };
@@ -358,12 +358,12 @@ Picoseconds meet(Stream& stream, const Slot& slot, Batch& batch, const Request& 
   bool last;
   {
     Lock lock;
-    for (int q = 0; q < world.size(); ++q)
-      if (c->from[q].worker && !agree(c->from[q].request, r))
-        fail_run(lock, format("communicator %d, collective %lld: rank %d calls %s, rank %d calls %s",
-                              world.number, static_cast<long long>(r.sequence), q,
-                              describe(c->from[q].request).c_str(), comm.rank,
-                              describe(r).c_str()));
+    if (c->arrived == 0) c->first = comm.rank;
+    const Request& other = c->from[c->first].request;
+    if (c->arrived > 0 && !agree(other, r))
+      fail_run(lock, format("communicator %d, collective %lld: rank %d calls %s, rank %d calls %s",
+                            world.number, static_cast<long long>(r.sequence), c->first,
+                            describe(other).c_str(), comm.rank, describe(r).c_str()));
     if (run_failed() || comm.aborted) return ready;
     c->from[comm.rank] = {r, ready, &stream.worker};
     last = ++c->arrived == world.size();
