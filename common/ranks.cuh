@@ -169,6 +169,9 @@ class Rank {
     poll([event] { return cudaEventQuery(event); });
   }
 
+  // Asks once. For loops that poll by themselves, with look_after_peers().
+  bool is_done(cudaEvent_t event) const { return is_success(cudaEventQuery(event)); }
+
   // Returns once every rank has come here, on the host, without a kernel. Between the last
   // allocation and the first NCCL kernel: cudaMalloc and cudaFree can wait for a peer's GPU,
   // whose kernel may wait for this rank.
@@ -210,12 +213,16 @@ class Rank {
  private:
   template <class Query>
   void poll(Query query) const {
-    for (cudaError_t status; (status = query()) != cudaSuccess;) {
-      if (status != cudaErrorNotReady) CHECK(status);
-      cudaGetLastError();  // "not ready" is no failure, but CUDA remembers it as one
+    while (!is_success(query())) {
       look_after_peers();
       std::this_thread::yield();
     }
+  }
+  static bool is_success(cudaError_t status) {
+    if (status == cudaSuccess) return true;
+    if (status != cudaErrorNotReady) CHECK(status);
+    cudaGetLastError();  // "not ready" is no failure, but CUDA remembers it as one
+    return false;
   }
   const Failure& failure_;
   Clock::time_point last_ = Clock::now();
