@@ -81,6 +81,39 @@ struct Share {
 };
 inline Share share(int64_t n, int r, int p) { return {r * n / p, (r + 1) * n / p}; }
 
+// Contiguous layers for each of p stages: stage s owns layers [first, last). Every layer is owned
+// once, and no stage is empty. The slowest stage sets the pace, so the largest work of any is as
+// small as it can be, and the rest even. Work is counted in matrix products: forward, weight
+// gradient, and input gradient, which layer 0 does not compute.
+inline std::vector<Share> stage_layers(const Shape& shape, int p) {
+  const int L = shape.layers();
+  if (p > L)
+    throw BadInput("--gpus: " + std::to_string(p) + " stages need a layer each, the network has " +
+                   std::to_string(L) + "; fewer stages or more --hidden would be right");
+  struct Cut {  // of layers 0 .. last-1 into s stages: the best, and where its last stage begins
+    double largest = INFINITY, squares = INFINITY;
+    int first = 0;
+  };
+  std::vector<std::vector<Cut>> best(p + 1, std::vector<Cut>(L + 1));
+  best[0][0] = {0, 0, 0};
+  for (int s = 1; s <= p; ++s)
+    for (int last = s; last <= L; ++last) {
+      double work = 0;
+      for (int first = last - 1; first >= s - 1; --first) {
+        work += double(shape.weight_size(first)) * (first == 0 ? 2 : 3);
+        const Cut& rest = best[s - 1][first];
+        const Cut cut = {std::max(rest.largest, work), rest.squares + work * work, first};
+        Cut& so_far = best[s][last];
+        if (std::pair(cut.largest, cut.squares) < std::pair(so_far.largest, so_far.squares))
+          so_far = cut;
+      }
+    }
+  std::vector<Share> stages(p);
+  for (int s = p, last = L; s > 0; last = best[s--][last].first)
+    stages[s - 1] = {best[s][last].first, last};
+  return stages;
+}
+
 // ---- random numbers -----------------------------------------------------------------------
 
 // Splitmix64. A hash instead of a generator: the i-th number needs none of those before it.
