@@ -159,6 +159,68 @@ void softmax_loss(T* loss, T* dlogits, const T* logits, const int32_t* label, in
          int64_t{classes}, static_cast<T>(scale));
 }
 
+// The same loss where each rank has only some of the classes: logits [rows, classes] are columns
+// first .. first + classes - 1 of the whole. Three steps; between them the ranks take the maximum
+// of `largest` and the sum of `total`, one number a row each, so no rank sees all logits.
+template <class T>
+__global__ void softmax_largest_kernel(T* largest, const T* logits, int64_t rows,
+                                       int64_t classes) {
+  for (int64_t i = first_index(); i < rows; i += grid_stride()) {
+    const T* z = logits + i * classes;
+    largest[i] = z[0];
+    for (int64_t j = 1; j < classes; ++j) largest[i] = z[j] > largest[i] ? z[j] : largest[i];
+  }
+}
+template <class T>
+void softmax_largest(T* largest, const T* logits, int rows, int classes, cudaStream_t stream) {
+  launch(stream, rows, softmax_largest_kernel<T>, largest, logits, int64_t{rows},
+         int64_t{classes});
+}
+
+// dlogits = exp(z - largest) for now, total[i] = their sum
+template <class T>
+__global__ void softmax_total_kernel(T* total, T* dlogits, const T* logits, const T* largest,
+                                     int64_t rows, int64_t classes) {
+  for (int64_t i = first_index(); i < rows; i += grid_stride()) {
+    const T* z = logits + i * classes;
+    T* dz = dlogits + i * classes;
+    T sum = 0;
+    for (int64_t j = 0; j < classes; ++j) {
+      dz[j] = exp(z[j] - largest[i]);
+      sum += dz[j];
+    }
+    total[i] = sum;
+  }
+}
+template <class T>
+void softmax_total(T* total, T* dlogits, const T* logits, const T* largest, int rows, int classes,
+                   cudaStream_t stream) {
+  launch(stream, rows, softmax_total_kernel<T>, total, dlogits, logits, largest, int64_t{rows},
+         int64_t{classes});
+}
+
+// dlogits becomes the gradient. The one rank that has row i's label gives its loss, the others 0.
+template <class T>
+__global__ void softmax_loss_part_kernel(T* loss, T* dlogits, const T* logits, const T* largest,
+                                         const T* total, const int32_t* label, int64_t rows,
+                                         int64_t classes, int64_t first, T scale) {
+  for (int64_t i = first_index(); i < rows; i += grid_stride()) {
+    T* dz = dlogits + i * classes;
+    const int64_t mine = label[i] - first;
+    const bool have = mine >= 0 && mine < classes;
+    loss[i] = have ? log(total[i]) + largest[i] - logits[i * classes + mine] : T{0};
+    for (int64_t j = 0; j < classes; ++j)
+      dz[j] = (dz[j] / total[i] - (j == mine ? T{1} : T{0})) * scale;
+  }
+}
+template <class T>
+void softmax_loss_part(T* loss, T* dlogits, const T* logits, const T* largest, const T* total,
+                       const int32_t* label, int rows, int classes, int64_t first, double scale,
+                       cudaStream_t stream) {
+  launch(stream, rows, softmax_loss_part_kernel<T>, loss, dlogits, logits, largest, total, label,
+         int64_t{rows}, int64_t{classes}, first, static_cast<T>(scale));
+}
+
 // *total = scale * sum of x [n] + beta * *total, by one thread in order: a batch is small, and
 // the bits repeat.
 template <class T>
