@@ -7,7 +7,9 @@ using ch03::Mode;
 using ch03::Settings;
 
 void refuse(const Settings& s, const Shape&) {
-  const auto given = [](const char* option, int64_t n) { return option + std::to_string(n) + ": "; };
+  const auto given = [](const char* option, int64_t n) {
+    return option + std::to_string(n) + ": ";
+  };
   if (s.gpus < 2)
     throw BadInput(given("--gpus ", s.gpus) + "a server needs a worker, 2 or more would be right");
   if (s.staleness >= 0 && s.mode != Mode::ssp)
@@ -20,7 +22,8 @@ void refuse(const Settings& s, const Shape&) {
   if (s.staleness_aware && s.mode == Mode::sync)
     throw BadInput("--staleness-aware: every age is 0 in --mode sync, ssp or async would be right");
   if (s.check && s.mode != Mode::sync && s.gpus > 2)
-    throw BadInput("--check: chapter 01 knows no old gradients; --mode sync or --gpus 2 would be right");
+    throw BadInput("--check: chapter 01 uses no old gradients; --mode sync or --gpus 2 would " +
+                   std::string("be right"));
 }
 
 // With one worker every age is 0, and each product and sum is chapter 01's.

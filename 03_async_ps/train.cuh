@@ -13,13 +13,12 @@
 // than S batches ("clocks") ahead of the slowest.
 #pragma once
 
-#include <map>
-
 #include "../common/gpu.cuh"
 #include "../common/idx.h"
 #include "../common/kernels.cuh"
 #include "../common/ranks.cuh"
 #include "../common/sgd.h"
+#include "pushes.h"
 
 namespace ch03 {
 
@@ -165,7 +164,7 @@ class Trainer {
     update_sgd(parameters.data(), velocity.data(), inbox_of(w), P, last_part ? rate : 0,
                first_part ? settings.momentum : 1, compute);
     sum(losses + t, inbox_of(w) + P, 1, 1, first_part ? 0 : 1, compute);
-    pushes.push_back({w, from.batch, age});
+    pushes.push_back({w + 1, from.batch, age});
     from.busy = false;
     ++from.clock;
   }
@@ -223,8 +222,10 @@ class Trainer {
   void warm_up() {
     initialise();
     if (server) hand_out(0);
-    for (int w = 0; w < static_cast<int>(workers.size()); ++w)
+    for (int w = 0; server && w < W; ++w) {
+      rank.wait(workers[w].stream);
       if (workers[w].busy) update(0, w, true, true);
+    }
     if (!server && pull() < T) {
       for (int64_t t = 0; t < T; ++t)  // both sizes of a batch: whole, and an epoch's last
         if (t == 0 || plan[t].samples != plan[t - 1].samples) compute_gradient(t);
@@ -251,39 +252,18 @@ class Trainer {
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     for (const Comm& comm : line) result.bytes_sent_per_step += T ? comm.traffic.bytes / T : 0;
     result.peak_memory = memory_use().peak;
-    if (server) report(result);
+    if (server) result.extra = push_rows(pushes, W, result.step_seconds);
     return result;
-  }
-
-  void report(Result& result) const {
-    const auto text = [](int64_t n) { return std::to_string(n); };
-    std::vector<std::map<int64_t, int64_t>> of_age(W);  // pushes
-    std::string in_order;
-    for (const Push& x : pushes) {
-      ++of_age[x.worker][x.age];
-      in_order += text(x.worker + 1) + ":" + text(x.batch) + ":" + text(x.age) + " ";
-    }
-    result.extra = {{"pushes", text(pushes.size())},
-                    {"updates a second", std::to_string(1 / result.step_seconds)}};
-    for (int w = 0; w < W; ++w) {
-      result.extra.emplace_back("ages of rank " + text(w + 1) + "'s pushes", "");
-      for (const auto& [age, n] : of_age[w])
-        result.extra.back().second += text(n) + " of " + text(age) + " ";
-    }
-    result.extra.emplace_back("pushes as rank:batch:age", in_order);
   }
 
   // ---- state -------------------------------------------------------------------------------
 
-  struct Worker {                   // what the server knows of it
-    Stream stream;                  // has inbox_of(w) from `snapshot` to `arrived`; then it is
-    Event snapshot, arrived;        // `compute`'s
-    int64_t batch, pulled_at, clock;  // has this batch, pulled after so many updates; pushes
-    bool busy;                      // until its push is in an update
-  };
-  struct Push {
-    int worker;
-    int64_t batch, age;
+  struct Worker {             // what the server knows of one
+    Stream stream;            // has inbox_of(w) from `snapshot` to `arrived`, `compute` has it else
+    Event snapshot, arrived;
+    int64_t batch, pulled_at; // what it computes, at the parameters after so many updates
+    int64_t clock;            // its pushes so far
+    bool busy;                // from its pull to the update with its push
   };
 
   real* inbox_of(int w) { return inbox + w * (P + 1); }             // [P + 1]
@@ -301,7 +281,8 @@ class Trainer {
   const bool server = me < 0, sync = settings.mode == Mode::sync;
   const int b = server ? 0 : sync ? (B - 1) / W + 1 : B;      // a rank's rows of a batch, at most
   const int64_t S = settings.staleness < 0 ? 2 : settings.staleness;
-  const int times = rank.rank != settings.slow_worker ? 1 : settings.slowdown ? settings.slowdown : 4;
+  const int slowdown = settings.slowdown ? settings.slowdown : 4;
+  const int times = rank.rank == settings.slow_worker ? slowdown : 1;  // a gradient is computed
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
@@ -316,9 +297,10 @@ class Trainer {
   Blas blas{compute};
   Event start, stop;
   std::vector<Worker> workers = std::vector<Worker>(server ? W : 0);
-  Buffer<uint8_t> pixels{server ? 0 : data.size() * data.features};       // [N, d_0]
-  Buffer<int32_t> labels{server ? 0 : data.size()};                       // [N]
-  Buffer<int32_t> order{server ? 0 : (int64_t)order_on_host.size()};      // [samples of all updates]
+  const int64_t N = server ? 0 : data.size();
+  Buffer<uint8_t> pixels{N * data.features};                  // [N, d_0]
+  Buffer<int32_t> labels{N};                                  // [N]
+  Buffer<int32_t> order{server ? 0 : (int64_t)order_on_host.size()};  // [samples of all updates]
   Buffer<real> parameters{P};                                 // [P], layer by layer: W, b
   Buffer<real> gradient{server ? 0 : P + 1};                  // [P + 1], the last is the loss
   Buffer<real> velocity{server ? P : 0};                      // [P], the momentum
