@@ -183,7 +183,8 @@ struct Report {
     row("step time (GPU's clock)", seconds_text(result.step_seconds));
     row("bytes sent a step, a GPU", grouped(std::llround(result.bytes_sent_per_step)));
     row("peak memory a GPU", grouped(result.peak_memory) + " bytes");
-    for (const auto& [name, value] : result.extra) row(name, value);
+    for (const auto& [name, value] : result.extra)  // the report has the whole of a long one
+      row(name, value.size() <= 100 ? value : value.substr(0, 97) + "...");
     if (checked) row("difference from chapter 01", verdict());
   }
 
