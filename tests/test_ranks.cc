@@ -185,6 +185,18 @@ TEST_CASE("a stranger's connection is not taken for a rank") {
   close(talker);
 }
 
+TEST_CASE("a stranger's answer is not taken for rank 0's") {
+  const int port = free_port();
+  const Socket server = listen_at("127.0.0.1", port);
+  auto other = start(place(1, 2, port));
+  const Socket caller(accept(server, nullptr, nullptr));
+  const std::string answer(sizeof(Hello) + 128, 'y');
+  CHECK(caller.write(answer.data(), answer.size()));
+  const Answer got = other.get();
+  CHECK(got.error.find("has not answered") != std::string::npos);
+  CHECK(got.bytes == std::string(128, '-'));
+}
+
 TEST_CASE("two ranks of one number end all, with the number") {
   const int port = free_port();
   auto zero = start(place(0, 3, port)), one = start(place(2, 3, port)), two = start(place(2, 3, port));
