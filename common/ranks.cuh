@@ -121,8 +121,9 @@ class Group {
   Group() { CHECK(ncclGroupStart()); }
   Group(const Group&) = delete;
   ~Group() noexcept(false) {
-    const ncclResult_t result = ncclGroupEnd();
-    if (!std::uncaught_exceptions()) CHECK(result);  // else that exception is the cause
+    // With an exception on its way that is the cause, and another would end the program.
+    if (std::uncaught_exceptions()) ncclGroupEnd();
+    else CHECK(ncclGroupEnd());
   }
 };
 
