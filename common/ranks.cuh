@@ -261,7 +261,12 @@ inline int run_threads(int first, int size, const std::vector<int>& devices,
       try {
         CHECK(cudaSetDevice(devices[i]));  // before any other CUDA call of this thread
         Rank rank(rank_number, size, devices[i], id, failure);
-        body(rank);
+        try {
+          body(rank);
+        } catch (const std::exception& e) {
+          failure.record(rank_number, e);  // before ~Rank leaves peers waiting, their own cause
+          throw;
+        }
       } catch (const std::exception& e) {
         failure.record(rank_number, e);
       }
