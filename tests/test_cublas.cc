@@ -142,7 +142,10 @@ struct Arguments {
   const void *alpha = &one, *beta = &zero;
 
   explicit Arguments(cublasHandle_t h)
-      : handle(h), a(device_array<float>(4)), b(device_array<float>(4)), c(device_array<float>(4)) {}
+      : handle(h),
+        a(device_array<float>(4)),
+        b(device_array<float>(4)),
+        c(device_array<float>(4)) {}
   cublasStatus_t run() const {
     return cublasGemmEx(handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c,
                         c_type, ldc, compute, CUBLAS_GEMM_DEFAULT);
@@ -230,7 +233,8 @@ TEST_CASE("gemm refuses what cuBLAS refuses, and says what is wrong") {
 }
 
 TEST_CASE("gemm takes six combinations of types, and no other") {
-  const auto types = [](cudaDataType a, cudaDataType b, cudaDataType c, cublasComputeType_t compute) {
+  const auto types = [](cudaDataType a, cudaDataType b, cudaDataType c,
+                        cublasComputeType_t compute) {
     refused(CUBLAS_STATUS_NOT_SUPPORTED, "types A", [=](auto& g) {
       g.a_type = a, g.b_type = b, g.c_type = c, g.compute = compute;
     });

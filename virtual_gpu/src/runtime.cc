@@ -53,6 +53,8 @@ std::string environment(const char* name) {
   return value ? value : "";
 }
 
+namespace {
+
 int64_t whole_number(const char* name, const std::string& text, int64_t least, int64_t most) {
   char* end = nullptr;
   errno = 0;
@@ -62,8 +64,6 @@ int64_t whole_number(const char* name, const std::string& text, int64_t least, i
                               static_cast<long long>(least), static_cast<long long>(most)));
   return x;
 }
-
-namespace {
 
 // CUDA_VISIBLE_DEVICES limits the devices as on a GPU: an empty list leaves none.
 int visible_devices() {

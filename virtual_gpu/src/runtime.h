@@ -327,7 +327,6 @@ void destroy_stream(Stream*);
 
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 std::string environment(const char* name);         // "" where it is not set
-int64_t whole_number(const char* name, const std::string& text, int64_t least, int64_t most);
 [[noreturn]] void refuse_environment(const std::string& line);
 
 // Where the timeline of finished streams is kept (trace.cc).
