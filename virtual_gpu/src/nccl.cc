@@ -918,6 +918,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
   Call call("ncclCommCount");
+  if (!call.ok()) return failed_before(call);
   if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
   *count = comm->world->size();
   return ncclSuccess;
@@ -925,6 +926,7 @@ ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
 
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* index) {
   Call call("ncclCommCuDevice");
+  if (!call.ok()) return failed_before(call);
   if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
   *index = comm->device;
   return ncclSuccess;
@@ -932,6 +934,7 @@ ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* index) {
 
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
   Call call("ncclCommUserRank");
+  if (!call.ok()) return failed_before(call);
   if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
   *rank = comm->rank;
   return ncclSuccess;
