@@ -64,7 +64,7 @@ endif
 CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
 
 .DEFAULT_GOAL := all
-.PHONY: all run bench test test-one help tools clean FORCE
+.PHONY: all run bench scaling test test-one help tools clean FORCE
 .SECONDARY:
 .SECONDEXPANSION:
 
@@ -118,6 +118,9 @@ $(OUT)/bench/%: bench/%.cc $(OUT)/flags $(LIBRARY)
 	@mkdir -p $(@D)
 	$(HOST) $(DEPENDS) $< $(LIBRARY) $(BLAS_LIBS) -lz -o $@
 
+scaling: $$(OUT)/$$(call chapter,$$(or $$(CHAPTER),02))  ## strong and weak scaling of CHAPTER=02 on 1, 2, 4 and 8 GPUs
+	@tools/scaling.sh $< $(ARGS)
+
 ## diff-NN           what a chapter changes in the one that it builds on
 diff-%:
 	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
@@ -154,7 +157,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^## / { print "  " substr($$0, 4) } \
 	  /^[a-z-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' Makefile
 	@echo "variables:"
-	@echo "  BACKEND=virtual|cuda  REAL=float|double  GPUS=P  ARGS=\"--batch 32 ...\""
+	@echo "  BACKEND=virtual|cuda  REAL=float|double  GPUS=P  ARGS=\"--batch 32 ...\"  CHAPTER=NN (scaling)"
 	@echo "  HARDWARE=preset (virtual GPU)  SANITIZE=thread|address,undefined  CXX  NVCC"
 	@echo "  BLAS_LIBS=-lopenblas  NATIVE=-march=native  BUILD=build"
 	@echo "this machine:"
