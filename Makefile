@@ -41,7 +41,8 @@ comma    := ,
 OUT      := $(BUILD)/$(BACKEND)-$(REAL)$(if $(SANITIZE),-$(subst $(comma),-,$(SANITIZE)))
 PROGRAMS := $(CHAPTERS:%=$(OUT)/%)
 TESTS    := $(patsubst tests/%.cc,$(OUT)/tests/%,$(filter-out tests/main.cc,$(wildcard tests/*.cc)))
-OBJECTS  := $(patsubst virtual_gpu/src/%.cc,$(OUT)/virtual_gpu/%.o,$(wildcard virtual_gpu/src/*.cc))
+GPU_OUT  := $(BUILD)/virtual_gpu$(if $(SANITIZE),-$(subst $(comma),-,$(SANITIZE)))
+OBJECTS  := $(patsubst virtual_gpu/src/%.cc,$(GPU_OUT)/%.o,$(wildcard virtual_gpu/src/*.cc))
 
 # Without contraction a*b+c rounds twice everywhere, so that results can be compared.
 # -Wno-restrict: g++ 12 warns of its own std::string (GCC bug 105651).
@@ -50,7 +51,8 @@ DEFINES  := $(if $(filter double,$(REAL)),-DREAL_DOUBLE)
 DEPENDS   = -MMD -MP -MF $@.d -MT $@
 HOST     := $(CXX) -std=c++20 -O3 -ffp-contract=off $(NATIVE) $(WARN) -pthread $(DEFINES) \
             -Ivirtual_gpu/include $(if $(SANITIZE),-g -O1 -fno-omit-frame-pointer -fsanitize=$(SANITIZE))
-LIBRARY  := $(OUT)/virtual_gpu/virtual_gpu.a
+GPU_COMPILE := $(filter-out $(DEFINES),$(HOST))
+LIBRARY  := $(GPU_OUT)/virtual_gpu.a
 ifeq ($(BACKEND),virtual)
   COMPILE := $(HOST) -x c++
   LINK    := -x none $(LIBRARY) $(BLAS_LIBS) -lz
@@ -78,20 +80,22 @@ $(OUT)/flags: FORCE
 $(OUT)/%: %/main.cu $(OUT)/flags $(if $(filter virtual,$(BACKEND)),$(LIBRARY))
 	$(COMPILE) $(DEPENDS) $< $(LINK) -o $@
 
-$(OUT)/virtual_gpu/%.o: virtual_gpu/src/%.cc $(OUT)/flags
-	@mkdir -p $(@D)
-	$(HOST) $(DEPENDS) -c $< -o $@
+# The virtual GPU knows nothing of REAL: one library for both.
+$(GPU_OUT)/flags: FORCE
+	@mkdir -p $(@D) && echo '$(GPU_COMPILE)' | cmp -s - $@ || echo '$(GPU_COMPILE)' > $@
+$(GPU_OUT)/%.o: virtual_gpu/src/%.cc $(GPU_OUT)/flags | $(OUT)/flags
+	$(GPU_COMPILE) $(DEPENDS) -c $< -o $@
 $(LIBRARY): $(OBJECTS)
 	@rm -f $@
 	ar rcs $@ $^
 
 $(OUT)/tests/%.o: tests/%.cc $(OUT)/flags
 	@mkdir -p $(@D) && tools/requirements.sh tests -q
-	$(HOST) $(DEPENDS) -c $< -o $@
+	$(subst -O3,-O1,$(HOST)) $(DEPENDS) -c $< -o $@
 $(OUT)/tests/%: $(OUT)/tests/%.o $(OUT)/tests/main.o $(LIBRARY)
 	$(HOST) $^ $(CATCH_LIBS) $(BLAS_LIBS) -lz -o $@
 
--include $(wildcard $(OUT)/*.d $(OUT)/*/*.d)
+-include $(wildcard $(OUT)/*.d $(OUT)/*/*.d $(GPU_OUT)/*.d)
 
 # ---- running ------------------------------------------------------------------------------
 chapter = $(firstword $(filter $1 $1_%,$(CHAPTERS)))
