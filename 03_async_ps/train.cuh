@@ -211,7 +211,7 @@ class Trainer {
     parameters.upload(parameters_on_host, compute);  // the workers' are overwritten by a pull
     velocity.zero(compute);
     rank.wait(compute);
-    for (Worker& w : workers) w.batch = w.pulled_at = w.clock = 0, w.busy = false;
+    for (Worker& w : workers) w.batch = -1, w.clock = 0, w.busy = false;
     for (Comm& comm : line) comm.traffic = {};  // the report is of the steps
     pushes.clear();
     next = 0, last = W - 1;
