@@ -4,8 +4,8 @@
 // Every rank holds all parameters, their momentum, a whole gradient and the whole data set; of a
 // batch's B samples it reads rows [rB/p, (r+1)B/p) only.
 //
-//   rank 0   rows 0, 1, 2   forward, backward -> gradient of its rows --+
-//   rank 1   rows 3, 4      forward, backward -> gradient of its rows --+-- sum --> update each
+//   rank 0   rows 0, 1      forward, backward -> gradient of its rows --+
+//   rank 1   rows 2, 3, 4   forward, backward -> gradient of its rows --+-- sum --> update each
 //   rank 2   rows 5, 6, 7   forward, backward -> gradient of its rows --+           replica alike
 //
 // Backward gives the last layer's gradient first, so the sum need not wait for the end. Gradients
@@ -100,11 +100,9 @@ class Trainer {
   }
 
   // This rank's part of a batch. It may be empty: the rank then adds zeros to the sums.
-  Update own_rows(Update u) const {
+  Update own_rows(const Update& u) const {
     const Share rows = share(u.samples, rank.rank, p);
-    u.first += rows.first;
-    u.samples = static_cast<int>(rows.size());
-    return u;
+    return {u.first + rows.first, static_cast<int>(rows.size()), u.rate, u.epoch};
   }
 
   void load(const Update& u) {
