@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <exception>
+#include <functional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -19,8 +20,17 @@
 
 // ---- errors -------------------------------------------------------------------------------
 
+// Told of this thread's errors where they are thrown. On their way out destructors give memory and
+// communicators back, which can wait for peers, and these would wait for ever without a word.
+inline std::function<void(const std::exception&)>& on_error() {
+  thread_local std::function<void(const std::exception&)> listener;
+  return listener;
+}
+
 struct Error : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& what) : std::runtime_error(what) {
+    if (on_error()) on_error()(*this);
+  }
 };
 
 inline bool failed(cudaError_t e) { return e != cudaSuccess; }
@@ -150,6 +160,9 @@ class Buffer : public Owner<T*> {
   }
   void upload(const std::vector<T>& from, cudaStream_t stream) const {
     upload(from.data(), static_cast<int64_t>(from.size()), stream);
+  }
+  void copy(const T* from, int64_t n, cudaStream_t stream) const {  // from this GPU's memory
+    if (n) CHECK(cudaMemcpyAsync(data(), from, n * sizeof(T), cudaMemcpyDeviceToDevice, stream));
   }
   void download(T* to, int64_t n, cudaStream_t stream) const {
     if (n) CHECK(cudaMemcpyAsync(to, data(), n * sizeof(T), cudaMemcpyDeviceToHost, stream));

@@ -258,6 +258,7 @@ inline int run_threads(int first, int size, const std::vector<int>& devices,
   for (size_t i = 0; i < devices.size(); ++i)
     threads.emplace_back([&, i] {
       const int rank_number = first + static_cast<int>(i);
+      on_error() = [&](const std::exception& e) { failure.record(rank_number, e); };
       try {
         CHECK(cudaSetDevice(devices[i]));  // before any other CUDA call of this thread
         Rank rank(rank_number, size, devices[i], id, failure);
