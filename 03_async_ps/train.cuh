@@ -18,76 +18,58 @@
 #include "../common/kernels.cuh"
 #include "../common/ranks.cuh"
 #include "../common/sgd.h"
-#include "pushes.h"
+#include "server.cuh"
 
 namespace ch03 {
 
-enum class Mode { sync, ssp, async };
-
-struct Settings : Config {
-  Settings() { gpus = 4; }
-  Mode mode = Mode::sync;
-  int64_t staleness = -1;                  // ssp's S; -1: 2
-  int slow_worker = 0, slowdown = 0;       // that rank computes a gradient so many times; 0: 4
-  bool staleness_aware = false;            // rate / max(1, age)
-};
-
-class Trainer {
+class Trainer {  // a worker; the server is in server.cuh
  public:
   Trainer(const Settings& settings, const Dataset& data, Rank& rank)
       : settings(settings), rank(rank), data(data) {
-    for (int w = 0; w < W; ++w)  // a communicator's work is done in order; so one for each worker
-      line.push_back(rank.world.split(server || w == me ? 0 : NCCL_SPLIT_NOCOLOR, rank.rank));
     for (int l = 0; l <= L; ++l) {
       a.emplace_back(int64_t{b} * shape.width[l]);
       da.emplace_back(l == 0 ? 0 : int64_t{b} * shape.width[l]);  // the data needs no gradient
     }
-    std::iota(number_on_host.begin(), number_on_host.end(), 0);
-    number.upload(number_on_host, compute);
-    pixels.upload(data.pixels.data(), pixels.size(), compute);
-    labels.upload(data.labels.data(), labels.size(), compute);
-    order.upload(order_on_host.data(), order.size(), compute);
+    pixels.upload(data.pixels, compute);
+    labels.upload(data.labels, compute);
+    order.upload(order_on_host, compute);
   }
 
   Result train() {
     rank.meet();  // a rank that still allocated could wait for a peer that waits for it
     warm_up();
-    initialise();
-    start.record(compute);
-    if (server) hand_out(0);
-    for (int64_t t = 0; (t = server ? t : pull()) < T; ++t) {
-      server ? serve(t) : step(t);
-      if (rank.wants_progress(t, T)) rank.progress(t, T, loss_of(t), plan[t].samples);
-    }
-    stop.record(compute);
-    for (const Worker& w : workers) rank.wait(w.stream);
-    rank.meet();  // likewise: to free memory early could stop the others' kernels
+    for (int64_t t; (t = pull()) < T;) step(t);
+    rank.meet();  // likewise: who has no more work must not free memory yet
     return collect();
   }
 
  protected:
-  // ---- one step of a worker ----------------------------------------------------------------
+  // ---- one step ----------------------------------------------------------------------------
 
   void step(int64_t t) {
     Range range("step " + std::to_string(t));
-    for (int i = 0; i < times; ++i) compute_gradient(t);
+    for (int i = 0; i < repeats; ++i) compute_gradient(t);
     push();  // new: the next batch comes with the next pull, on the same stream
   }
 
   virtual void compute_gradient(int64_t t) {  // virtual: a test pushes gradients that it knows
-    const Update& u = plan[t];
-    const Share own = sync ? share(u.samples, me, W) : Share{0, u.samples};
-    const int rows = static_cast<int>(own.size());
-    load(u.first + own.first, rows);
-    for (int l = 0; l < L; ++l) forward(l, rows);
-    compute_loss(rows, u.samples);
-    for (int l = L - 1; l >= 0; --l) backward(l, rows);
+    const Update u = own_rows(plan[t]);
+    load(u);
+    for (int l = 0; l < L; ++l) forward(l, u.samples);
+    compute_loss(u.samples, plan[t].samples);
+    for (int l = L - 1; l >= 0; --l) backward(l, u.samples);
   }
 
-  void load(int64_t first, int rows) {
+  // This rank's part of a batch. In sync mode it may be empty: the rank then pushes zeros.
+  Update own_rows(const Update& u) const {
+    const Share rows = sync ? share(u.samples, me, W) : Share{0, u.samples};
+    return {u.first + rows.first, static_cast<int>(rows.size()), u.rate, u.epoch};
+  }
+
+  void load(const Update& u) {
     Range range("load");
-    load_pixels(a[0].data(), pixels, order + first, rows, shape.width[0], compute);
-    load_labels(label, labels, order + first, rows, compute);
+    load_pixels(a[0].data(), pixels, order + u.first, u.samples, shape.width[0], compute);
+    load_labels(label, labels, order + u.first, u.samples, compute);
   }
 
   void forward(int l, int rows) {
@@ -134,139 +116,29 @@ class Trainer {
     return batch;
   }
 
-  // ---- one step of the server --------------------------------------------------------------
-
-  void serve(int64_t t) {
-    Range range("step " + std::to_string(t));
-    if (!sync) update(t, first_arrival(), true, true);
-    for (int w = 0; sync && w < W; ++w) update(t, w, w == 0, w == W - 1);
-    hand_out(t + 1);
-  }
-
-  // Asks all in turn, beginning after the one served last: if it always began with worker 0, a
-  // busy server would never come to the others.
-  int first_arrival() {
-    for (;; rank.look_after_peers())
-      for (int i = 0; i < W; ++i) {
-        last = (last + 1) % W;
-        if (workers[last].busy && rank.is_done(workers[last].arrived)) return last;
-      }
-  }
-
-  // In sync mode the parts of a batch's gradient come one by one, in the order of ranks:
-  // v = mu v + part 0; v = v + part 1; ...; and only with the last one w = w - rate v.
-  void update(int64_t t, int w, bool first_part, bool last_part) {
-    Range range("update");
-    Worker& from = workers[w];
-    rank.wait(from.arrived);
-    const int64_t age = t - from.pulled_at;
-    const double rate = plan[t].rate / (settings.staleness_aware ? std::max<int64_t>(1, age) : 1);
-    update_sgd(parameters.data(), velocity.data(), inbox_of(w), P, last_part ? rate : 0,
-               first_part ? settings.momentum : 1, compute);
-    sum(losses + t, inbox_of(w) + P, 1, 1, first_part ? 0 : 1, compute);
-    pushes.push_back({w + 1, from.batch, age});
-    from.busy = false;
-    ++from.clock;
-  }
-
-  // Answers all who wait and may go on: in sync mode with the same batch, else each with the next
-  // that nobody has. Batch T is none, and the end for who gets it.
-  void hand_out(int64_t updates_done) {
-    for (int w = 0; w < W; ++w)
-      if (workers[w].batch < T && !workers[w].busy && may_start(w))
-        answer(w, std::min(T, sync ? updates_done : next++), updates_done);
-  }
-
-  // Whoever starts at a gap of S is S + 1 ahead when it is through. The slowest may always start.
-  bool may_start(int w) const {
-    int64_t slowest = workers[w].clock;  // of all: while there are batches, all are active
-    for (const Worker& other : workers) slowest = std::min(slowest, other.clock);
-    const int64_t gap = workers[w].clock - slowest;
-    return settings.mode != Mode::ssp || next >= T || gap == 0 || gap < S;
-  }
-
-  // Sends a snapshot, made where w's gradient was: `compute` has used that one up, and need not
-  // hold the next update back until the parameters themselves have left.
-  void answer(int w, int64_t batch, int64_t updates_done) {
-    Range range("answer " + std::to_string(w + 1));
-    Worker& to = workers[w];
-    to.batch = batch, to.pulled_at = updates_done, to.busy = batch < T;
-    CHECK(cudaMemcpyAsync(inbox_of(w), parameters.data(), P * sizeof(real),
-                          cudaMemcpyDeviceToDevice, compute));
-    to.snapshot.record(compute);
-    to.stream.wait(to.snapshot);
-    {
-      Group both;
-      line[w].send(inbox_of(w), P, 1, to.stream);
-      line[w].send(number + batch, 1, 1, to.stream);
-    }
-    if (to.busy) line[w].recv(inbox_of(w), P + 1, 1, to.stream);
-    to.arrived.record(to.stream);
-  }
-
   // ---- before and after the loop -----------------------------------------------------------
 
-  void initialise() {
-    initial_parameters(shape, settings.seed, parameters_on_host);
-    parameters.upload(parameters_on_host, compute);  // the workers' are overwritten by a pull
-    velocity.zero(compute);
-    rank.wait(compute);
-    for (Worker& w : workers) w.batch = -1, w.clock = 0, w.busy = false;
-    for (Comm& comm : line) comm.traffic = {};  // the report is of the steps
-    pushes.clear();
-    next = 0, last = W - 1;
-  }
-
   // The first use of a kernel, a matrix shape or a connection loads code and allocates. One round
-  // before the clock starts gets that over with; initialise() undoes what it did.
+  // before the clock starts gets that over with; the server forgets it.
   void warm_up() {
-    initialise();
-    if (server) hand_out(0);
-    for (int w = 0; server && w < W; ++w) {
-      rank.wait(workers[w].stream);
-      if (workers[w].busy) update(0, w, true, true);
-    }
-    if (!server && pull() < T) {
-      for (int64_t t = 0; t < T; ++t)  // both sizes of a batch: whole, and an epoch's last
-        if (t == 0 || plan[t].samples != plan[t - 1].samples) compute_gradient(t);
+    if (pull() < T) {
+      for (int64_t t = 0; t < T && plan[t].epoch == 0; ++t)  // a whole batch and a short last one
+        if (t == 0 || plan[t].samples < plan[0].samples) compute_gradient(t);
       push();
     }
     rank.wait(compute);
-  }
-
-  double loss_of(int64_t t) {
-    real value = 0;
-    CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
-    rank.wait(compute);
-    return value;
+    line[me].traffic = {};  // the report is of the steps
   }
 
   Result collect() {
     Result result;
-    result.weights.resize(P);
-    parameters.download(result.weights.data(), P, compute);
-    std::vector<real> loss(losses.size());
-    losses.download(loss.data(), losses.size(), compute);
-    rank.wait(compute);
-    result.losses.assign(loss.begin(), loss.end());
-    result.step_seconds = T ? seconds_between(start, stop) / T : 0;
-    for (const Comm& comm : line) result.bytes_sent_per_step += T ? comm.traffic.bytes / T : 0;
+    result.bytes_sent_per_step = T ? line[me].traffic.bytes / T : 0;
     result.peak_memory = memory_use().peak;
-    if (server) result.extra = push_rows(pushes, W, result.step_seconds);
     return result;
   }
 
   // ---- state -------------------------------------------------------------------------------
 
-  struct Worker {             // what the server knows of one
-    Stream stream;            // has inbox_of(w) from `snapshot` to `arrived`, `compute` has it else
-    Event snapshot, arrived;
-    int64_t batch, pulled_at; // what it computes, at the parameters after so many updates
-    int64_t clock;            // its pushes so far
-    bool busy;                // from its pull to the update with its push
-  };
-
-  real* inbox_of(int w) { return inbox + w * (P + 1); }             // [P + 1]
   real* weight(int l) { return parameters + shape.weight_at(l); }   // [d_l+1, d_l]
   real* bias(int l) { return parameters + shape.bias_at(l); }       // [d_l+1]
   real* dweight(int l) { return gradient + shape.weight_at(l); }    // [d_l+1, d_l]
@@ -278,41 +150,30 @@ class Trainer {
   const Shape shape = network(settings, data.features);
   const int64_t P = shape.parameters();
   const int L = shape.layers(), B = settings.batch, W = rank.size - 1, me = rank.rank - 1;
-  const bool server = me < 0, sync = settings.mode == Mode::sync;
-  const int b = server ? 0 : sync ? (B - 1) / W + 1 : B;      // a rank's rows of a batch, at most
-  const int64_t S = settings.staleness < 0 ? 2 : settings.staleness;
+  const bool sync = settings.mode == Mode::sync;
+  const int b = sync ? (B - 1) / W + 1 : B;                   // a rank's rows of a batch, at most
   const int slowdown = settings.slowdown ? settings.slowdown : 4;
-  const int times = rank.rank == settings.slow_worker ? slowdown : 1;  // a gradient is computed
-  const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
+  const int repeats = rank.rank == settings.slow_worker ? slowdown : 1;
+  const std::vector<Update> plan = updates(settings, data.size());  // what each batch reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
-  std::vector<real> parameters_on_host;
-  std::vector<int32_t> number_on_host = std::vector<int32_t>(server ? T + 1 : 1);
-  std::vector<Push> pushes;  // in the order in which they were applied
-  int64_t next;              // the first batch that nobody has
-  int last;                  // the worker served last
 
-  std::vector<Comm> line;  // each worker's to the server, which is rank 0 of it
+  std::vector<Comm> line = lines(rank);
   Stream compute;
   Blas blas{compute};
-  Event start, stop;
-  std::vector<Worker> workers = std::vector<Worker>(server ? W : 0);
-  const int64_t N = server ? 0 : data.size();
-  Buffer<uint8_t> pixels{N * data.features};                  // [N, d_0]
-  Buffer<int32_t> labels{N};                                  // [N]
-  Buffer<int32_t> order{server ? 0 : (int64_t)order_on_host.size()};  // [samples of all updates]
-  Buffer<real> parameters{P};                                 // [P], layer by layer: W, b
-  Buffer<real> gradient{server ? 0 : P + 1};                  // [P + 1], the last is the loss
-  Buffer<real> velocity{server ? P : 0};                      // [P], the momentum
-  Buffer<real> inbox{server ? W * (P + 1) : 0};               // [W, P + 1]
-  Buffer<int32_t> number{(int64_t)number_on_host.size()};     // server: [T + 1]; worker: its batch
+  Buffer<uint8_t> pixels{data.size() * data.features};        // [N, d_0]
+  Buffer<int32_t> labels{data.size()};                        // [N]
+  Buffer<int32_t> order{(int64_t)order_on_host.size()};       // [samples of all updates]
+  Buffer<real> parameters{P};                                 // [P], layer by layer: W, b; pulled
+  Buffer<real> gradient{P + 1};                               // [P + 1], the last is the loss
+  Buffer<int32_t> number{1};                                  // of the batch to compute
   std::vector<Buffer<real>> a, da;                            // a[l], da[l]: [b, d_l]
   Buffer<int32_t> label{b};                                   // [b]
   Buffer<real> row_loss{b};                                   // [b]
-  Buffer<real> losses{server ? T : 0};                        // [T], mean loss of each update
 };
 
 inline Result train(const Settings& settings, const Dataset& data, Rank& rank) {
+  if (rank.rank == 0) return Server(settings, data, rank).train();
   return Trainer(settings, data, rank).train();
 }
 
