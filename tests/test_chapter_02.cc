@@ -524,3 +524,50 @@ TEST_CASE("02: the program compares itself with chapter 01, learns and reports")
   REQUIRE(at != std::string::npos);
   REQUIRE(std::stod(out.out.substr(at + 13)) > 95);
 }
+
+TEST_CASE("02: the README points at the lines that it names") {
+  const std::string readme = contents("02_data_parallel/README.md");
+  std::vector<std::string> lines = {""};
+  std::istringstream source(contents("02_data_parallel/train.cuh"));
+  for (std::string line; std::getline(source, line);) lines.push_back(line);
+  int found = 0;
+  const std::string sign = "()` at line ";
+  for (size_t at = 0; (at = readme.find(sign, at)) != std::string::npos; ++at, ++found) {
+    const size_t begin = readme.rfind('`', at) + 1;
+    const std::string function = readme.substr(begin, at - begin);
+    INFO(function);
+    REQUIRE(lines.at(std::stoul(readme.substr(at + sign.size()))).find(function + "(") !=
+            std::string::npos);
+  }
+  REQUIRE(found == 4);
+}
+
+TEST_CASE("02: the scaling table has a row for each number of GPUs, with and without overlap") {
+  const Outcome out = run_command("tools/scaling.sh " + program(name) + " --hidden 32 --steps 2");
+  INFO(out.out << out.err);
+  REQUIRE(out.status == 0);
+  REQUIRE(std::count(out.out.begin(), out.out.end(), '\n') == 2 * (2 + 8));
+  std::istringstream text(out.out);
+  int rows = 0;
+  for (std::string line; std::getline(text, line);) {
+    std::istringstream cells(line);
+    int gpus = 0, batch = 0;
+    double step = 0, speedup = 0, efficiency = 0, sent = -1;
+    std::string overlap, us, percent;
+    if (!(cells >> gpus)) continue;
+    REQUIRE((cells >> batch >> overlap >> step >> us >> speedup >> efficiency >> percent >> sent));
+    REQUIRE(batch == (rows < 8 ? 256 : 32 * gpus));
+    REQUIRE(efficiency == Approx(100 * speedup / gpus).margin(0.6));
+    REQUIRE(step > 0);
+    const double bytes = (64 * 32 + 32 + 32 * 10 + 10) * sizeof(real);
+    REQUIRE(sent == Approx(2.0 * (gpus - 1) / gpus * bytes).margin(0.6));
+    ++rows;
+  }
+  REQUIRE(rows == 16);
+  // A number of GPUs that a chapter or the machine refuses is a row that says why.
+  const Outcome refused = run_command("tools/scaling.sh " + program("01_single_gpu") +
+                                      " --hidden 32 --steps 2");
+  REQUIRE(refused.status == 0);
+  REQUIRE(refused.out.find("   8    256        -  01_single_gpu: --gpus") != std::string::npos);
+  REQUIRE(run_command("tools/scaling.sh no_such_program").status == 2);
+}
