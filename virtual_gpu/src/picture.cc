@@ -275,7 +275,7 @@ std::string text_axis(const Picture& p) {
   std::string out(columns, ' ');
   for (const Tick& t : ticks(p.span, 5, "u")) {
     const size_t at = before + size_t(double(t.at) * wide / double(p.span));
-    if (at + t.text.size() <= columns) out.replace(at, t.text.size(), t.text);
+    out.replace(std::min(at, columns - t.text.size()), t.text.size(), t.text);
   }
   return out.substr(0, out.find_last_not_of(' ') + 1) + "\n";
 }
