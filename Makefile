@@ -30,7 +30,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 ifdef HARDWARE
   export VIRTUAL_GPU := $(HARDWARE)
 endif
-ifeq ($(filter -j%,$(MAKEFLAGS)),)
+ifeq ($(MAKELEVEL),0)  # a -j on the command line has the last word
   MAKEFLAGS += -j$(shell nproc)
 endif
 
