@@ -182,6 +182,8 @@ struct Report {
                              " of " + grouped(tested) + ")");
     row("step time (GPU's clock)", seconds_text(result.step_seconds));
     row("bytes sent a step, a GPU", grouped(std::llround(result.bytes_sent_per_step)));
+    for (const auto& [kind, bytes] : result.bytes_by_kind)
+      row("  for " + kind, grouped(std::llround(bytes)));
     row("peak memory a GPU", grouped(result.peak_memory) + " bytes");
     for (const auto& [name, value] : result.extra)  // the report has the whole of a long one
       row(name, value.size() <= 100 ? value : value.substr(0, 97) + "...");
@@ -201,6 +203,8 @@ struct Report {
     entry("test_accuracy", json(accuracy()));
     entry("step_seconds", json(result.step_seconds));
     entry("bytes_sent_per_step", json(result.bytes_sent_per_step));
+    for (const auto& [kind, bytes] : result.bytes_by_kind)
+      entry("bytes_sent_for_" + kind, json(bytes));
     entry("peak_memory", std::to_string(result.peak_memory));
     entry("check", !checked ? "null" : comparison.pass() ? "\"pass\"" : "\"FAIL\"");
     entry("difference", checked ? json(comparison.difference) : "null");
@@ -216,15 +220,19 @@ struct Report {
 inline void largest_of_all(Result& result, Rank& rank) {
   if (rank.size == 1) return;
   std::vector<double> figures = {double(result.peak_memory), result.bytes_sent_per_step};
+  for (const auto& [kind, bytes] : result.bytes_by_kind) figures.push_back(bytes);
+  const auto n = static_cast<int64_t>(figures.size());
   Stream stream;
-  Buffer<double> on_gpu(2);
+  Buffer<double> on_gpu(n);
   on_gpu.upload(figures, stream);
   rank.meet();  // the others may still be freeing what they trained with
-  rank.world.all_reduce(on_gpu.data(), 2, stream, ncclMax);
-  on_gpu.download(figures.data(), 2, stream);
+  rank.world.all_reduce(on_gpu.data(), n, stream, ncclMax);
+  on_gpu.download(figures.data(), n, stream);
   rank.wait(stream);
   result.peak_memory = std::llround(figures[0]);
   result.bytes_sent_per_step = figures[1];
+  for (size_t i = 0; i < result.bytes_by_kind.size(); ++i)
+    result.bytes_by_kind[i].second = figures[2 + i];
 }
 
 // ---- main ---------------------------------------------------------------------------------

@@ -111,7 +111,10 @@ inline int most_in_flight(const std::vector<Work>& table, int chunk) {
 // Which parts of the network rank r has: its stages' layers, one after another.
 struct Placement {
   Placement(const Shape& shape, int r, int p, int v)
-      : shape(shape), stages(stage_layers(shape, p * v)), r(r), p(p) {}
+      : Placement(shape, stage_layers(shape, p * v), r, p) {}
+  // Of a part of each layer, as wide as `shape` says: the cuts must not depend on which part.
+  Placement(const Shape& shape, std::vector<Share> stages, int r, int p)
+      : shape(shape), stages(std::move(stages)), r(r), p(p) {}
   int count() const { return static_cast<int>(stages.size()); }
   // Stage s's parameters: where they begin among all, and how many they are.
   int64_t begin(int s) const { return shape.weight_at(stages[s].first); }

@@ -198,6 +198,7 @@ struct Result {
   std::vector<double> losses;  // of each update: the mean over its global batch; on rank 0
   double step_seconds = 0;     // by the GPU's clock
   double bytes_sent_per_step = 0;  // by this rank; the report takes the largest
+  std::vector<std::pair<std::string, double>> bytes_by_kind;  // what for; likewise the largest
   int64_t peak_memory = 0;         // of this rank's GPU; the report takes the largest
   std::vector<std::pair<std::string, std::string>> extra;  // a chapter's own rows of the report
 };
