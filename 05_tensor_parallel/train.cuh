@@ -5,7 +5,6 @@
 //           column layer (even): W[u, :], b[u]     row layer (odd): W[:, u], all of b
 //   a[0] --all--> x W^T + b, ReLU --only u--> x W^T --a part--> all-reduce, + b, ReLU --all--> ...
 //   <--all-- all-reduce <--a part-- dy W <--only u-- dy W <--all-- ...
-//
 // A unit's ReLU needs no other unit, so a column layer makes just what its row layer reads: the
 // pair has one sum forward and one backward, which layer 0 is spared: da[0] is not wanted.
 #pragma once
@@ -69,8 +68,7 @@ class Trainer {
     Range range("forward " + std::to_string(l));
     const int d_in = local.width[l], d_out = local.width[l + 1];
     forward_matmul(a[l + 1].data(), a[l].data(), weight(l), rows, d_out, d_in, blas);
-    // New. Only then the bias, which must count once, and the ReLU, which does not add up.
-    if (is_row(l)) sum_parts(a[l + 1].data(), l, int64_t{rows} * d_out);
+    if (is_row(l)) sum_parts(a[l + 1].data(), l, int64_t{rows} * d_out);  // new: before the bias
     forward_bias(a[l + 1].data(), bias(l), rows, d_out, l < L - 1, compute);
   }
 
@@ -100,11 +98,10 @@ class Trainer {
     backward_weight(dweight(l), da[l + 1].data(), a[l].data(), rows, d_out, d_in, 0, blas);
     backward_bias(dbias(l), da[l + 1].data(), rows, d_out, 0, compute);
     if (l > 0) backward_input(da[l].data(), da[l + 1].data(), weight(l), rows, d_out, d_in, blas);
-    // New. A row layer's dx is whole: it has all of dy, and dx is of its own units.
-    if (l > 0 && is_column(l)) sum_parts(da[l].data(), l, int64_t{rows} * d_in);
+    if (l > 0 && is_column(l)) sum_parts(da[l].data(), l, int64_t{rows} * d_in);  // new
   }
 
-  // In the compute stream, whose next kernel needs the sum: nothing hides this wait.
+  // The next kernel needs the sum, so nothing hides this. A bias counts once: it comes after it.
   void sum_parts(real* x, int l, int64_t n) {
     Range range("all-reduce " + std::to_string(l));
     tensor.all_reduce(x, n, compute);
@@ -137,8 +134,7 @@ class Trainer {
   // Of split classes each rank has the loss of its own labels' rows, so all ranks call this.
   std::vector<real> losses_from(int64_t t, int64_t n) {
     std::vector<real> values(n);
-    const auto kind = cudaMemcpyDeviceToDevice;
-    if (n) CHECK(cudaMemcpyAsync(shown, losses + t, n * sizeof(real), kind, compute));
+    shown.copy(losses + t, n, compute);
     if (is_column(L - 1)) rank.world.all_reduce(shown.data(), n, compute);
     shown.download(values.data(), n, compute);
     rank.wait(compute);
@@ -148,7 +144,7 @@ class Trainer {
   // Rank 0's host puts the shards together, one by one: no GPU ever holds the whole network.
   Result collect() {
     Result result;
-    const std::vector<real> loss = losses_from(0, T);
+    for (const real loss : losses_from(0, T)) result.losses.push_back(loss);
     if (rank.rank > 0) rank.world.send(parameters.data(), local.parameters(), 0, compute);
     for (int r = 0; rank.rank == 0 && r < rank.size; ++r) {
       parameters_on_host.resize(shard(shape, r, rank.size).parameters());
@@ -158,7 +154,6 @@ class Trainer {
       place_shard(result.weights, parameters_on_host, shape, r, rank.size);
     }
     rank.wait(compute);
-    result.losses.assign(loss.begin(), loss.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.bytes_sent_per_step = T ? tensor.traffic.bytes / T : 0;
     result.peak_memory = memory_use().peak;
@@ -175,8 +170,7 @@ class Trainer {
   const Settings& settings;
   Rank& rank;
   const Dataset& data;
-  const Shape shape = network(settings, data.features);
-  const Shape local = shard(shape, rank.rank, rank.size);  // e_l: d_l, or a part if l is odd
+  const Shape shape = network(settings, data.features), local = shard(shape, rank.rank, rank.size);
   const int L = shape.layers(), B = settings.batch;
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
@@ -190,11 +184,10 @@ class Trainer {
   Buffer<uint8_t> pixels{data.size() * data.features};        // [N, d_0]
   Buffer<int32_t> labels{data.size()};                        // [N]
   Buffer<int32_t> order{(int64_t)order_on_host.size()};       // [samples of all updates]
-  // [local P], layer by layer: W, b. As large as the last rank's, which is the largest.
-  Buffer<real> parameters{shard(shape, rank.size - 1, rank.size).parameters()};
+  Buffer<real> parameters{shard(shape, rank.size - 1, rank.size).parameters()};  // [largest P]
   Buffer<real> gradient{local.parameters()};                  // [local P], about P/p
   Buffer<real> velocity{local.parameters()};                  // [local P], the momentum
-  std::vector<Buffer<real>> a, da;                            // a[l], da[l]: [B, e_l]
+  std::vector<Buffer<real>> a, da;                            // [B, e_l]; e_l: local width l
   Buffer<int32_t> label{B};                                   // [B]
   Buffer<real> row_loss{B}, largest{B}, total{B};             // [B] each
   Buffer<real> losses{T}, shown{T};                           // [T], mean loss of each update

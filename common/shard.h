@@ -6,9 +6,9 @@
 
 #include "sgd.h"
 
-inline bool is_split(int l) { return l % 2 == 1; }    // width l
-inline bool is_row(int l) { return is_split(l); }     // layer l reads split units; else it is a
-inline bool is_column(int l) { return !is_row(l); }   // column layer, which makes split units
+inline bool is_split(int l) { return l % 2 == 1; }   // width l
+inline bool is_row(int l) { return is_split(l); }    // layer l reads split units
+inline bool is_column(int l) { return !is_row(l); }  // layer l makes split units
 
 // The units of width l that rank r of p has.
 inline Share units(const Shape& shape, int l, int r, int p) {
