@@ -76,13 +76,14 @@ void load_pixels(T* x, const uint8_t* pixels, const int32_t* order, int rows, in
 }
 
 // label[i] = labels[order[i]]
-inline __global__ void load_labels_kernel(int32_t* label, const int32_t* labels,
-                                          const int32_t* order, int64_t rows) {
+template <class T>
+__global__ void load_labels_kernel(T* label, const T* labels, const int32_t* order,
+                                   int64_t rows) {
   for (int64_t i = first_index(); i < rows; i += grid_stride()) label[i] = labels[order[i]];
 }
 inline void load_labels(int32_t* label, const int32_t* labels, const int32_t* order, int rows,
                         cudaStream_t stream) {
-  launch(stream, rows, load_labels_kernel, label, labels, order, int64_t{rows});
+  launch(stream, rows, load_labels_kernel<int32_t>, label, labels, order, int64_t{rows});
 }
 
 // ---- layers -------------------------------------------------------------------------------
