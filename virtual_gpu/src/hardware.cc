@@ -56,9 +56,10 @@ int64_t bytes(const std::string& what, const std::string& value) {
   const std::string unit = end;
   const std::map<std::string, double> units = {
       {"", 1}, {"K", 1024.}, {"M", 1048576.}, {"G", 1073741824.}};
-  if (value.empty() || end == value.c_str() || !units.count(unit) || !(x > 0) || x > 1e12)
+  const double size = units.count(unit) ? x * units.at(unit) : 0;
+  if (end == value.c_str() || !(size >= 1) || size > 1e15)  // a NaN too
     refuse(what + "=" + value + " is not a size such as 800000, 64M or 16G");
-  return static_cast<int64_t>(x * units.at(unit));
+  return static_cast<int64_t>(size);
 }
 
 void set_field(Hardware& h, const std::string& field, const std::string& value) {
@@ -71,8 +72,10 @@ void set_field(Hardware& h, const std::string& field, const std::string& value) 
   if (field == "memory") {
     h.memory = bytes("VIRTUAL_GPU: memory", value);
   } else if (field == "node_gpus") {
-    h.node_gpus = static_cast<int>(number(field, value));
-    if (h.node_gpus < 1) refuse("VIRTUAL_GPU: node_gpus=" + value + " is not a number >= 1");
+    const double n = number(field, value);
+    if (n < 1 || n > 4096 || n != std::floor(n))
+      refuse("VIRTUAL_GPU: node_gpus=" + value + " is not a whole number from 1 to 4096");
+    h.node_gpus = static_cast<int>(n);
   } else if (fields.count(field)) {
     *fields.at(field) = number(field, value);
   } else {

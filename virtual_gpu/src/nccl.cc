@@ -273,7 +273,17 @@ void forget_thread(Host& h) {
     if (c->thread == &h) c->thread = nullptr;
 }
 
+// What ranks that failed have left behind.
+void forget_all(Lock& lock) {
+  Registry& r = registry();
+  for (ncclComm* c : r.live)
+    if (c->thread && --c->thread->communicators == 0) set_counted(lock, c->thread->actor, false);
+  for (World* w : r.worlds) delete w;
+  r = {};
+}
+
 void use_registry_hooks() {
+  forget_communicators = forget_all;
   describe_communicators = describe_missing;
   thread_ends = forget_thread;
 }
@@ -397,6 +407,8 @@ Picoseconds meet(Stream& stream, const Slot& slot, Batch& batch, const Request& 
     if (!c->done) {  // this rank takes back what it brought
       c->from[comm.rank] = {};
       --c->arrived;
+      for (int q = 0; c->first == comm.rank && q < world.size(); ++q)
+        if (c->from[q].worker) c->first = q;
       return ready;
     }
   }
@@ -785,8 +797,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int
     }
     problem = p->problem;
     if (!p->done) {
-      problem = format("%d of %d ranks came within %lld s", p->arrived, nranks,
-                       static_cast<long long>(init_timeout().count() / 1000));
+      problem = run_failed() ? "the run has failed"
+                             : format("%d of %d ranks came within %lld s", p->arrived, nranks,
+                                      static_cast<long long>(init_timeout().count() / 1000));
       p->hosts[rank] = nullptr;
       --p->arrived;
     }
@@ -906,7 +919,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
         if (t->device == comm->device) wake(*t->worker);
   wait_for_batches(lock, call.host, *comm, "ncclCommAbort");
   leave(lock, comm, "has left (ncclCommAbort)");
-  return ncclSuccess;
+  return call.ok() || run_failed() ? ncclSuccess : ncclSystemError;
 }
 
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
@@ -1010,8 +1023,9 @@ ncclResult_t ncclGroupEnd() {
   Group& g = group();
   if (g.depth == 0)
     return refuse(call, ncclInvalidUsage, "there was no ncclGroupStart on this thread");
+  if (!call.ok()) failed_before(call);  // into g.error
   if (--g.depth > 0) return g.error;
-  const ncclResult_t error = call.ok() ? std::exchange(g.error, ncclSuccess) : failed_before(call);
+  const ncclResult_t error = std::exchange(g.error, ncclSuccess);
   const auto requests = std::exchange(g.requests, {});
   if (error != ncclSuccess) return error;  // one bad call drops the whole group
   return requests.empty() ? ncclSuccess

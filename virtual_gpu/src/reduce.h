@@ -60,15 +60,28 @@ struct Reduction {
   using Wide = typename E::Wide;
   static constexpr bool integer = std::is_integral_v<T>;
 
+  // Integers wrap, as on a GPU; in the signed type that would be undefined.
+  static Wide plus(Wide a, Wide b) {
+    if constexpr (integer) return static_cast<Wide>(uint64_t(a) + uint64_t(b));
+    else return a + b;
+  }
+  static Wide times(Wide a, Wide b) {
+    if constexpr (integer) return static_cast<Wide>(uint64_t(a) * uint64_t(b));
+    else return a * b;
+  }
+  // As fmaxf and fminf, which NCCL uses: a number wins over a NaN, on whichever rank it is.
+  static Wide most(Wide a, Wide b) { return a < b || a != a ? b : a; }
+  static Wide least(Wide a, Wide b) { return b < a || a != a ? b : a; }
+
   static void add_block(T* sum, const T* x, size_t n, ncclRedOp_t op) {
     const auto each = [&](auto combine) {
       for (size_t i = 0; i < n; ++i) sum[i] = E::narrow(combine(E::widen(sum[i]), E::widen(x[i])));
     };
     switch (op) {
-      case ncclProd: return each([](Wide a, Wide b) -> Wide { return a * b; });
-      case ncclMax: return each([](Wide a, Wide b) -> Wide { return a < b ? b : a; });
-      case ncclMin: return each([](Wide a, Wide b) -> Wide { return b < a ? b : a; });
-      default: return each([](Wide a, Wide b) -> Wide { return a + b; });
+      case ncclProd: return each([](Wide a, Wide b) { return times(a, b); });
+      case ncclMax: return each([](Wide a, Wide b) { return most(a, b); });
+      case ncclMin: return each([](Wide a, Wide b) { return least(a, b); });
+      default: return each([](Wide a, Wide b) { return plus(a, b); });
     }
   }
 

@@ -22,6 +22,7 @@ constexpr Picoseconds never = std::numeric_limits<Picoseconds>::max();
 struct Runtime {
   std::mutex mutex;
   std::set<Actor*> actors;
+  std::set<Host*> hosts;
   int running = 0;                     // counted actors that are not blocked
   int next_actor = 0;
   std::atomic<bool> failed{false};
@@ -65,15 +66,29 @@ int64_t whole_number(const char* name, const std::string& text, int64_t least, i
   return x;
 }
 
+bool flag(const char* name) {
+  const std::string text = environment(name);
+  return !text.empty() && whole_number(name, text, 0, 1) == 1;
+}
+
+// As on a GPU, the list counts up to the first entry that names no device.
+int listed_devices(const std::string& list, int n) {
+  int listed = 0;
+  for (size_t at = 0; at <= list.size(); ++listed) {
+    const std::string entry = list.substr(at, list.find(',', at) - at);
+    const bool digits = !entry.empty() && entry.size() < 6 &&
+                        entry.find_first_not_of("0123456789") == std::string::npos;
+    if (!digits || std::atoi(entry.c_str()) >= n) break;
+    at += entry.size() + 1;
+  }
+  return listed;
+}
+
 // CUDA_VISIBLE_DEVICES limits the devices as on a GPU: an empty list leaves none.
 int visible_devices() {
   const std::string count = environment("VIRTUAL_GPU_COUNT");
   int n = count.empty() ? 8 : static_cast<int>(whole_number("VIRTUAL_GPU_COUNT", count, 0, 4096));
-  if (const char* list = std::getenv("CUDA_VISIBLE_DEVICES")) {
-    const std::string text = list;
-    const int listed = text.empty() ? 0 : 1 + static_cast<int>(std::count(text.begin(), text.end(), ','));
-    n = std::min(n, listed);
-  }
+  if (const char* list = std::getenv("CUDA_VISIBLE_DEVICES")) n = listed_devices(list, n);
   return n;
 }
 
@@ -85,8 +100,9 @@ void read_environment(Runtime& r) {
     refuse_environment(e.what());
   }
   const std::string jitter = environment("VIRTUAL_GPU_JITTER"), fail = environment("VIRTUAL_GPU_FAIL");
-  r.skip_math = environment("VIRTUAL_GPU_SKIP_MATH") == "1";
-  r.strict = environment("VIRTUAL_GPU_STRICT") == "1";
+  r.skip_math = flag("VIRTUAL_GPU_SKIP_MATH");
+  r.strict = flag("VIRTUAL_GPU_STRICT");
+  r.init_timeout = std::chrono::seconds(20);
   if (const std::string s = environment("VIRTUAL_GPU_INIT_SECONDS"); !s.empty())
     r.init_timeout = std::chrono::seconds(whole_number("VIRTUAL_GPU_INIT_SECONDS", s, 1, 3600));
   r.jitter = jitter.empty() ? 0 : whole_number("VIRTUAL_GPU_JITTER", jitter, 0, never);
@@ -115,6 +131,7 @@ Runtime& runtime() {
 
 std::mutex& runtime_mutex() { return runtime().mutex; }
 std::function<std::string()> describe_communicators = [] { return std::string(); };
+std::function<void(Lock&)> forget_communicators = [](Lock&) {};
 std::function<void(Host&)> thread_ends = [](Host&) {};
 const Hardware& hardware() { return runtime().hardware; }
 bool skip_math() { return runtime().skip_math; }
@@ -160,6 +177,7 @@ void quiescent(Lock& lock) {
   bool stuck = false;
   for (Actor* a : r.actors) {
     if (!a->blocked) continue;
+    if (a->timed) return;  // it will go on, or tell who is missing
     stuck |= static_cast<bool>(a->waiting_for);
     if (!a->polling || a->resume == never) continue;
     const auto key = [](const Actor* x) { return std::tuple(x->resume, x->device, x->id); };
@@ -202,9 +220,11 @@ bool block(Lock& lock, Actor& actor, const std::function<bool()>& done,
   const auto deadline = std::chrono::system_clock::now() + limit;
   while (!done()) {
     if (run_failed() || std::chrono::system_clock::now() >= deadline) return false;
+    actor.timed = true;
     fall_asleep(lock, actor, waiting_for);
     while (actor.blocked)
       if (actor.wakeup.wait_until(lock.get(), deadline) == std::cv_status::timeout) wake(actor);
+    actor.timed = false;
   }
   return true;
 }
@@ -360,11 +380,21 @@ Slot& Queue::next() {
   return tail_->slots[at];
 }
 
-void Queue::push() { published_.store(++filled_, std::memory_order_seq_cst); }
+// The edge is the slot's own. The counter's would be too much: a worker that lags behind would
+// learn of all that the host has learnt until its latest push.
+void Queue::push() {
+  publish(&tail_->slots[filled_ % chunk_slots]);
+  Quiet quiet;
+  published_.store(++filled_, std::memory_order_seq_cst);
+}
 
 Slot& Queue::front() {
   const int64_t at = taken_ % chunk_slots;
-  if (at == 0 && taken_ > 0) delete std::exchange(head_, head_->next);
+  if (at == 0 && taken_ > 0) {
+    Quiet quiet;
+    delete std::exchange(head_, head_->next);
+  }
+  observe(&head_->slots[at]);
   return head_->slots[at];
 }
 
@@ -382,10 +412,12 @@ void relax() {
 #endif
 }
 
+// Not a local static: its guard would be an edge from the first stream to all others.
+const int cores = static_cast<int>(std::thread::hardware_concurrency());
+
 // Sleeping and waking cost more than a short kernel; spinning helps only where the streams do
 // not have to share cores.
 bool spin_for_work(const Stream& s) {
-  static const int cores = static_cast<int>(std::thread::hardware_concurrency());
   if (static_cast<int>(runtime().streams.size()) >= cores) return false;
   for (int i = 0; i < 2000; ++i) {
     if (s.queue.ready()) return true;
@@ -421,7 +453,7 @@ void jitter(Stream& s, uint64_t& state) {
 void wake_producer(Stream& s) {
   if (!s.producer_waits.load()) return;
   Lock lock;
-  if (s.waiting_producer) wake(*s.waiting_producer);
+  for (Actor* producer : s.waiting_producers) wake(*producer);
 }
 
 void work(Stream& s) {
@@ -441,12 +473,12 @@ void wait_for_room(Stream& s) {
   if (s.queue.pending() < Queue::limit) return;
   Lock lock;
   Actor& actor = host().actor;
-  s.waiting_producer = &actor;
+  s.waiting_producers.push_back(&actor);
   s.producer_waits.store(true);
   block(lock, actor, [&] { return s.queue.pending() < Queue::limit / 2; },
         [] { return std::string("in a launch: the stream's queue is full"); });
-  s.producer_waits.store(false, std::memory_order_relaxed);
-  s.waiting_producer = nullptr;
+  std::erase(s.waiting_producers, &actor);
+  s.producer_waits.store(!s.waiting_producers.empty(), std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -663,6 +695,7 @@ Host::Host() {
   actor.is_host = true;
   actor.id = runtime().next_actor++;
   runtime().actors.insert(&actor);
+  runtime().hosts.insert(this);
 }
 
 Host::~Host() {
@@ -670,10 +703,16 @@ Host::~Host() {
   thread_ends(*this);
   set_counted(lock, actor, false);  // peers that wait for this thread now wait for ever
   runtime().actors.erase(&actor);
+  runtime().hosts.erase(this);
 }
 
 Call::Call(const char* name) : name(name), host(virtual_gpu::host()) {
-  if (device_count() == 0) return;
+  if (device_count() == 0) {
+    host.last_error = error = cudaErrorNoDevice;
+    host.detail_code = error;
+    host.detail = problem = std::string(name) + ": there is no virtual GPU";
+    return;
+  }
   Device& d = device(host.device);
   int64_t number;
   {
@@ -719,8 +758,19 @@ Picoseconds host_time() { return host().now; }
 
 void configure(const std::string& text) { runtime().hardware = parse_hardware(text, ""); }
 
+static void forget(Host& h) {
+  h.now = 0;
+  h.device = h.actor.device = 0;
+  h.last_error = cudaSuccess;
+  h.detail_code = 0;
+  h.detail.clear();
+  h.asked.clear();
+  h.asked_owners.clear();
+}
+
 void reset() {
   Runtime& r = runtime();
+  host();  // also of this thread, if it has made no call yet
   {
     Lock lock;
     std::unique_lock tables(r.tables);
@@ -733,14 +783,11 @@ void reset() {
     r.freed.clear();
     r.failed = false;
     r.failure.clear();
+    forget_communicators(lock);
     forget_operations();
+    for (Host* h : r.hosts) forget(*h);
   }
   read_environment(r);
-  Host& h = host();
-  h.now = 0;
-  h.device = 0;
-  h.last_error = cudaSuccess;
-  h.detail.clear();
 }
 
 }  // namespace virtual_gpu

@@ -2,7 +2,7 @@
 // streams, one worker thread each, which do it in order; and nobody else.
 //
 // Happens-before, as ThreadSanitizer sees it, has CUDA's edges and no others:
-//   host -> stream    the queue's release store and acquire load
+//   host -> stream    publish() and observe() of the operation's slot in the queue
 //   stream -> waiter  a Mark's release store and acquire load (events, synchronize, query)
 //   peer <-> peer     publish() and observe() around a collective or a matched transfer
 // All else that keeps this runtime itself consistent (one mutex, condition variables, counters)
@@ -104,6 +104,7 @@ struct Actor {
   std::function<std::string()> waiting_for;  // for the report
   // A host that polls is blocked too, until time `resume` (see poll()).
   bool polling = false, resumed = false;
+  bool timed = false;                        // its wait ends by itself
   Picoseconds resume = 0;
   int device = 0, id = 0;
 };
@@ -124,6 +125,7 @@ bool run_failed();
 std::string run_failure();
 // More lines for a deadlock report: the NCCL side knows who is missing.
 extern std::function<std::string()> describe_communicators;
+extern std::function<void(Lock&)> forget_communicators;
 struct Host;
 extern std::function<void(Host&)> thread_ends;  // under Lock
 
@@ -194,7 +196,10 @@ class Queue {
   void push();                            // producer: publishes it
   // Sequentially consistent with the `idle` flag: either the worker sees the new operation, or
   // the producer sees that the worker sleeps.
-  bool ready() const { return taken_ != published_.load(); }
+  bool ready() const {
+    Quiet quiet;
+    return taken_ != published_.load();
+  }
   Slot& front();                          // consumer, when ready()
   void pop();                             // consumer, after the operation has run
   int64_t pending() const {
@@ -222,7 +227,7 @@ struct Stream {
   Actor worker;
   std::thread thread;
   std::atomic<bool> idle{false}, producer_waits{false}, closing{false};
-  Actor* waiting_producer = nullptr;      // under Lock
+  std::vector<Actor*> waiting_producers;  // under Lock
   Picoseconds now = 0;                    // worker's
   std::vector<Operation> operations;      // worker's; collected when the stream ends
   MarkPointer tail;                       // producer's: completion of everything issued so far
