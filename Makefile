@@ -95,6 +95,18 @@ $(OUT)/tests/%.o: tests/%.cc $(OUT)/flags
 $(OUT)/tests/%: $(OUT)/tests/%.o $(OUT)/tests/main.o $(LIBRARY)
 	$(HOST) $^ $(CATCH_LIBS) $(BLAS_LIBS) -lz -o $@
 
+# Programs that tests start; what ThreadSanitizer must judge is built with it in any case.
+$(OUT)/programs/%: tests/programs/%.cc $(OUT)/flags $(LIBRARY)
+	@mkdir -p $(@D)
+	$(subst -O3,-O1,$(HOST)) $(DEPENDS) $< $(LIBRARY) $(BLAS_LIBS) -lz -o $@
+JUDGED := $(BUILD)/virtual-float-thread/programs/two_streams
+ifneq ($(REAL)-$(SANITIZE),float-thread)
+$(JUDGED): FORCE
+	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float SANITIZE=thread $@
+endif
+TEST_PROGRAMS := $(OUT)/programs/two_ranks \
+                 $(if $(findstring address,$(SANITIZE))$(filter double,$(REAL)),,$(JUDGED))
+
 -include $(wildcard $(OUT)/*.d $(OUT)/*/*.d $(GPU_OUT)/*.d)
 
 # ---- running ------------------------------------------------------------------------------
@@ -143,7 +155,7 @@ test:  ## all tests, in float and in double; the last line is "N passed, N faile
 
 # Each test program leaves "passed failed"; one that crashes leaves no failure of its own, so
 # its exit status counts as one.
-test-one: $(PROGRAMS) $(TESTS)
+test-one: $(PROGRAMS) $(TESTS) $(TEST_PROGRAMS)
 	@mkdir -p $(BUILD)/counts; for t in $(TESTS); do \
 	  counts=$(BUILD)/counts/$(notdir $(OUT))-$$(basename $$t); \
 	  echo "== $$t"; COUNTS=$$counts $$t $(TEST_ARGS) < /dev/null || \
