@@ -494,20 +494,20 @@ void enqueue(Stream& stream, void (*run)(Stream&, Slot&), const char* call, Kind
   {
     std::unique_lock<std::mutex> guard(stream.producer, std::defer_lock);
     {
-      Quiet quiet;
+      Quiet quiet;  // several threads may give one stream work; the slots are ours to guard
       guard.lock();
+      Slot& slot = stream.queue.next();
+      slot.run = run;
+      slot.issue = h.now;
+      slot.cost = cost;
+      slot.call = call;
+      slot.range = h.ranges.empty() ? "" : h.ranges.back();
+      slot.step = h.ranges.empty() || std::strncmp(h.ranges[0], "step ", 5) ? "" : h.ranges[0];
+      slot.bytes = bytes;
+      slot.kind = kind;
+      std::memcpy(slot.closure, closure, closure_size);
+      stream.tail_is_last = false;
     }
-    Slot& slot = stream.queue.next();
-    slot.run = run;
-    slot.issue = h.now;
-    slot.cost = cost;
-    slot.call = call;
-    slot.range = h.ranges.empty() ? "" : h.ranges.back();
-    slot.step = h.ranges.empty() || std::strncmp(h.ranges[0], "step ", 5) ? "" : h.ranges[0];
-    slot.bytes = bytes;
-    slot.kind = kind;
-    std::memcpy(slot.closure, closure, closure_size);
-    stream.tail_is_last = false;
     stream.queue.push();
     Quiet quiet;
     guard.unlock();
