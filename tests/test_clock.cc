@@ -13,7 +13,8 @@ using virtual_gpu::host_time;
 using virtual_gpu::Picoseconds;
 
 // The host's time once `issue` is done, on one GPU.
-Picoseconds time_of_one(const std::string& hardware, const std::function<void(cudaStream_t)>& issue) {
+Picoseconds time_of_one(const std::string& hardware,
+                        const std::function<void(cudaStream_t)>& issue) {
   Fresh fresh{{"VIRTUAL_GPU", hardware}};
   TestStream stream;
   issue(stream);
@@ -60,7 +61,11 @@ struct Machine {
 const Machine machines[] = {
     {"ideal,launch=5e-9,memory_bandwidth=4e12,host_bandwidth=1e12,link_bandwidth=2e12,"
      "link_latency=7e-9,net_bandwidth=1e12,net_latency=11e-9",
-     5e-9, 4e12, 1e12, {7e-9, 2e12}, {11e-9, 1e12}},
+     5e-9,
+     4e12,
+     1e12,
+     {7e-9, 2e12},
+     {11e-9, 1e12}},
     {"h100", 3e-6, 3350e9, 63e9, {0.6e-6, 450e9}, {2.7e-6, 50e9}}};
 
 void all_reduce(TestRank& r, size_t n) {
@@ -81,12 +86,13 @@ TEST_CASE("clock: a kernel is launch + 3 * threads * element size / memory bandw
   for (const Machine& m : machines) {
     for (const unsigned n : {1u, 1000u, 100'000'000u}) {
       REQUIRE(time_of_one(m.hardware, [&](cudaStream_t s) {
-        busy(s, device_array<float>(1), n);
-      }) == ps(m.launch) + ps(3.0 * n * 4 / m.memory));
-      REQUIRE(time_of_one(m.hardware, [&](cudaStream_t s) {
-        MUST(launch_threads(s, n, +[](double*, float*) {}, device_array<double>(1),
-                            device_array<float>(1)));
-      }) == ps(m.launch) + ps(3.0 * n * 8 / m.memory));
+                busy(s, device_array<float>(1), n);
+              }) == ps(m.launch) + ps(3.0 * n * 4 / m.memory));
+      REQUIRE(
+          time_of_one(m.hardware, [&](cudaStream_t s) {
+            MUST(launch_threads(
+                s, n, +[](double*, float*) {}, device_array<double>(1), device_array<float>(1)));
+          }) == ps(m.launch) + ps(3.0 * n * 8 / m.memory));
     }
   }
 }
@@ -108,8 +114,8 @@ TEST_CASE("clock: copies are launch + bytes / the path's bandwidth") {
       REQUIRE(copy(cudaMemcpyDeviceToHost) == ps(m.launch) + ps(bytes / m.host));
       REQUIRE(copy(cudaMemcpyDeviceToDevice) == ps(m.launch) + ps(bytes / m.memory));
       REQUIRE(time_of_one(m.hardware, [&](cudaStream_t s) {
-        MUST(cudaMemsetAsync(device_array<char>(n), 0, n, s));
-      }) == ps(m.launch) + ps(bytes / m.memory));
+                MUST(cudaMemsetAsync(device_array<char>(n), 0, n, s));
+              }) == ps(m.launch) + ps(bytes / m.memory));
     }
 }
 
@@ -152,14 +158,19 @@ TEST_CASE("clock: reduce-scatter and all-gather are p-1 latencies + (p-1)/p of t
     for (const int p : {2, 3, 8}) {
       const size_t n = 501;
       const Picoseconds wanted = m.link.scatter_or_gather(p, 4.0 * n * p);
-      require_all(times(m.hardware, p, [&](TestRank& r) {
-        float *whole = r.filled<float>(n * p), *part = device_array<float>(n);
-        MUST(ncclReduceScatter(whole, part, n, ncclFloat, ncclSum, r.comm, r.stream));
-      }), wanted);
-      require_all(times(m.hardware, p, [&](TestRank& r) {
-        float *whole = device_array<float>(n * p), *part = r.filled<float>(n);
-        MUST(ncclAllGather(part, whole, n, ncclFloat, r.comm, r.stream));
-      }), wanted);
+      require_all(
+          times(m.hardware, p,
+                [&](TestRank& r) {
+                  float *whole = r.filled<float>(n * p), *part = device_array<float>(n);
+                  MUST(ncclReduceScatter(whole, part, n, ncclFloat, ncclSum, r.comm, r.stream));
+                }),
+          wanted);
+      require_all(times(m.hardware, p,
+                        [&](TestRank& r) {
+                          float *whole = device_array<float>(n * p), *part = r.filled<float>(n);
+                          MUST(ncclAllGather(part, whole, n, ncclFloat, r.comm, r.stream));
+                        }),
+                  wanted);
     }
 }
 
@@ -169,14 +180,18 @@ TEST_CASE("clock: broadcast and reduce are p-1 latencies + the bytes") {
     for (const int p : {2, 3, 8}) {
       const size_t n = 333;
       const Picoseconds wanted = m.link.rooted(p, 8.0 * n);
-      require_all(times(m.hardware, p, [&](TestRank& r) {
-        double* x = r.filled<double>(n);
-        MUST(ncclBroadcast(x, x, n, ncclDouble, p - 1, r.comm, r.stream));
-      }), wanted);
-      require_all(times(m.hardware, p, [&](TestRank& r) {
-        double* x = r.filled<double>(n);
-        MUST(ncclReduce(x, x, n, ncclDouble, ncclSum, 1, r.comm, r.stream));
-      }), wanted);
+      require_all(times(m.hardware, p,
+                        [&](TestRank& r) {
+                          double* x = r.filled<double>(n);
+                          MUST(ncclBroadcast(x, x, n, ncclDouble, p - 1, r.comm, r.stream));
+                        }),
+                  wanted);
+      require_all(times(m.hardware, p,
+                        [&](TestRank& r) {
+                          double* x = r.filled<double>(n);
+                          MUST(ncclReduce(x, x, n, ncclDouble, ncclSum, 1, r.comm, r.stream));
+                        }),
+                  wanted);
     }
 }
 
@@ -195,7 +210,8 @@ TEST_CASE("clock: a message is latency + bytes, from the later of the two") {
   for (const Machine& m : machines)
     for (const unsigned late : {0u, 1u, 2u}) {  // nobody, the sender, the receiver
       const auto got = times(m.hardware, 2, [&](TestRank& r) {
-        if (late == static_cast<unsigned>(r.rank) + 1) busy(r.stream, r.filled<float>(1), 1'000'000);
+        if (late == static_cast<unsigned>(r.rank) + 1)
+          busy(r.stream, r.filled<float>(1), 1'000'000);
         message(r, 777, 0, 1);
       });
       const Picoseconds before = late ? ps(m.launch) + ps(3.0 * 4e6 / m.memory) : 0;
@@ -205,13 +221,15 @@ TEST_CASE("clock: a message is latency + bytes, from the later of the two") {
 
 TEST_CASE("clock: a message to oneself moves at the memory's bandwidth") {
   SKIP_IN_DOUBLE();
-  require_all(times(machines[0].hardware, 1, [](TestRank& r) {
-    float* x = r.filled<float>(2000);
-    MUST(ncclGroupStart());
-    MUST(ncclSend(x, 1000, ncclFloat, 0, r.comm, r.stream));
-    MUST(ncclRecv(x + 1000, 1000, ncclFloat, 0, r.comm, r.stream));
-    MUST(ncclGroupEnd());
-  }), 1000);
+  require_all(times(machines[0].hardware, 1,
+                    [](TestRank& r) {
+                      float* x = r.filled<float>(2000);
+                      MUST(ncclGroupStart());
+                      MUST(ncclSend(x, 1000, ncclFloat, 0, r.comm, r.stream));
+                      MUST(ncclRecv(x + 1000, 1000, ncclFloat, 0, r.comm, r.stream));
+                      MUST(ncclGroupEnd());
+                    }),
+              1000);
 }
 
 TEST_CASE("clock: what crosses nodes goes at the network's rate") {
@@ -283,8 +301,8 @@ TEST_CASE("clock: work starts no earlier than its call, its stream, and its even
 TEST_CASE("clock: launches cost their stream's time, each") {
   SKIP_IN_DOUBLE();
   REQUIRE(time_of_one("ideal,launch=3e-6", [](cudaStream_t s) {
-    for (int i = 0; i < 5; ++i) busy(s, device_array<float>(1), 1);
-  }) == 15'000'000);
+            for (int i = 0; i < 5; ++i) busy(s, device_array<float>(1), 1);
+          }) == 15'000'000);
 }
 
 TEST_CASE("clock: one communicator does one thing after the other, two overlap") {
@@ -307,13 +325,15 @@ TEST_CASE("clock: one communicator does one thing after the other, two overlap")
 
 TEST_CASE("clock: communication overlaps the compute stream's work") {
   SKIP_IN_DOUBLE();
-  require_all(times(countable, 2, [](TestRank& r) {
-    TestStream compute;
-    float* x = r.filled<float>(250);
-    MUST(ncclAllReduce(x, x, 250, ncclFloat, ncclSum, r.comm, r.stream));
-    busy(compute, x, 900);
-    MUST(cudaDeviceSynchronize());
-  }), 1000);
+  require_all(times(countable, 2,
+                    [](TestRank& r) {
+                      TestStream compute;
+                      float* x = r.filled<float>(250);
+                      MUST(ncclAllReduce(x, x, 250, ncclFloat, ncclSum, r.comm, r.stream));
+                      busy(compute, x, 900);
+                      MUST(cudaDeviceSynchronize());
+                    }),
+              1000);
 }
 
 TEST_CASE("clock: messages of one group share the link of the rank that they go to or come from") {
@@ -326,8 +346,10 @@ TEST_CASE("clock: messages of one group share the link of the rank that they go 
         const bool sends = gathers != (r.rank == 0);
         if (r.rank != 0 && r.rank != q) continue;
         const int peer = r.rank == 0 ? q : 0;
-        if (sends) MUST(ncclSend(x + 100 * q, 100, ncclFloat, peer, r.comm, r.stream));
-        else MUST(ncclRecv(x + 100 * q, 100, ncclFloat, peer, r.comm, r.stream));
+        if (sends)
+          MUST(ncclSend(x + 100 * q, 100, ncclFloat, peer, r.comm, r.stream));
+        else
+          MUST(ncclRecv(x + 100 * q, 100, ncclFloat, peer, r.comm, r.stream));
       }
       if (grouped) MUST(ncclGroupEnd());
     });
@@ -342,22 +364,26 @@ TEST_CASE("clock: messages of one group share the link of the rank that they go 
 
 TEST_CASE("clock: both directions of a link are independent") {
   SKIP_IN_DOUBLE();
-  require_all(times(countable, 2, [](TestRank& r) {
-    float* x = r.filled<float>(200);
-    MUST(ncclGroupStart());
-    MUST(ncclSend(x, 100, ncclFloat, 1 - r.rank, r.comm, r.stream));
-    MUST(ncclRecv(x + 100, 100, ncclFloat, 1 - r.rank, r.comm, r.stream));
-    MUST(ncclGroupEnd());
-  }), 400);
+  require_all(times(countable, 2,
+                    [](TestRank& r) {
+                      float* x = r.filled<float>(200);
+                      MUST(ncclGroupStart());
+                      MUST(ncclSend(x, 100, ncclFloat, 1 - r.rank, r.comm, r.stream));
+                      MUST(ncclRecv(x + 100, 100, ncclFloat, 1 - r.rank, r.comm, r.stream));
+                      MUST(ncclGroupEnd());
+                    }),
+              400);
 }
 
 TEST_CASE("clock: in `ideal` everything but arithmetic is free") {
   SKIP_IN_DOUBLE();
-  require_all(times("ideal", 4, [](TestRank& r) {
-    busy(r.stream, r.filled<float>(1), 1'000'000);
-    all_reduce(r, 100000);
-    message(r, 1000, 0, 3);
-  }), 0);
+  require_all(times("ideal", 4,
+                    [](TestRank& r) {
+                      busy(r.stream, r.filled<float>(1), 1'000'000);
+                      all_reduce(r, 100000);
+                      message(r, 1000, 0, 3);
+                    }),
+              0);
 }
 
 // ---- the same at every run -----------------------------------------------------------------
@@ -427,8 +453,10 @@ TEST_CASE("clock: the timeline knows call, kind, bytes and times of each operati
     busy(r.stream, x, 30);
     MUST(ncclAllReduce(x, x, 250, ncclFloat, ncclSum, r.comm, r.stream));
     MUST(cudaMemsetAsync(x, 0, 120, r.stream));
-    if (r.rank == 0) MUST(ncclSend(x, 25, ncclFloat, 1, r.comm, r.stream));
-    else MUST(ncclRecv(x, 25, ncclFloat, 0, r.comm, r.stream));
+    if (r.rank == 0)
+      MUST(ncclSend(x, 25, ncclFloat, 1, r.comm, r.stream));
+    else
+      MUST(ncclRecv(x, 25, ncclFloat, 0, r.comm, r.stream));
   });
   const auto all = virtual_gpu::timeline();
   REQUIRE(all.size() == 8);
@@ -459,7 +487,8 @@ TEST_CASE("clock: without the arithmetic the times are the same, and nothing is 
     std::atomic<Picoseconds> last{0};
     on_ranks(2, [&](TestRank& r) {
       float* x = r.filled<float>(100);
-      MUST(launch_threads(r.stream, 100, +[](float* p) { p[0] = 9; }, x + 50));
+      MUST(launch_threads(
+          r.stream, 100, +[](float* p) { p[0] = 9; }, x + 50));
       MUST(ncclAllReduce(x, x, 50, ncclFloat, ncclSum, r.comm, r.stream));
       MUST(cudaMemsetAsync(x + 60, 0, 4, r.stream));
       r.synchronize();

@@ -14,8 +14,8 @@ int fail_every_call(const std::string& command, const std::string& rank,
   for (int n = 1;; ++n) {
     REQUIRE(n < 2000);
     const auto before = std::chrono::steady_clock::now();
-    const Outcome o = run_command("VIRTUAL_GPU_FAIL=" + std::to_string(n) + rank + " timeout 30 " +
-                                  command);
+    const Outcome o =
+        run_command("VIRTUAL_GPU_FAIL=" + std::to_string(n) + rank + " timeout 30 " + command);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - before;
     INFO(n << rank << ": status " << o.status << " after " << took.count() << " s\n" << o.err);
     if (o.status == 0 && o.err.empty()) return n - 1;
@@ -36,12 +36,13 @@ TEST_CASE("failures: chapter 01 ends with a message for every call that can fail
   REQUIRE(whole.status == 0);
   const std::string right = contents(folder.path("right"));
   REQUIRE(right.size() > 500);
-  const int calls = fail_every_call(
-      program("01_single_gpu") + options + folder.path("w"), "", [&](const Outcome&) {
-        // Nothing was saved, or what is saved is right.
-        if (std::filesystem::exists(folder.path("w"))) REQUIRE(contents(folder.path("w")) == right);
-        std::filesystem::remove(folder.path("w"));
-      });
+  const int calls = fail_every_call(program("01_single_gpu") + options + folder.path("w"), "",
+                                    [&](const Outcome&) {
+                                      // Nothing was saved, or what is saved is right.
+                                      if (std::filesystem::exists(folder.path("w")))
+                                        REQUIRE(contents(folder.path("w")) == right);
+                                      std::filesystem::remove(folder.path("w"));
+                                    });
   REQUIRE(calls > 50);
   REQUIRE(contents(folder.path("w")) == right);
 }
@@ -88,10 +89,22 @@ void nccl_call_fails(int n, const std::function<ncclResult_t(ncclComm_t)>& call)
 
 TEST_CASE("failures: NCCL's small calls fail when told to as well") {
   SKIP_IN_DOUBLE();
-  nccl_call_fails(3, [](ncclComm_t c) { int x; return ncclCommCount(c, &x); });
-  nccl_call_fails(3, [](ncclComm_t c) { int x; return ncclCommUserRank(c, &x); });
-  nccl_call_fails(3, [](ncclComm_t c) { int x; return ncclCommCuDevice(c, &x); });
-  nccl_call_fails(3, [](ncclComm_t c) { ncclResult_t x; return ncclCommGetAsyncError(c, &x); });
+  nccl_call_fails(3, [](ncclComm_t c) {
+    int x;
+    return ncclCommCount(c, &x);
+  });
+  nccl_call_fails(3, [](ncclComm_t c) {
+    int x;
+    return ncclCommUserRank(c, &x);
+  });
+  nccl_call_fails(3, [](ncclComm_t c) {
+    int x;
+    return ncclCommCuDevice(c, &x);
+  });
+  nccl_call_fails(3, [](ncclComm_t c) {
+    ncclResult_t x;
+    return ncclCommGetAsyncError(c, &x);
+  });
   nccl_call_fails(3, [](ncclComm_t c) { return ncclCommDestroy(c); });
   nccl_call_fails(3, [](ncclComm_t c) { return ncclCommAbort(c); });
   nccl_call_fails(3, [](ncclComm_t) { return ncclGroupStart(); });
@@ -136,14 +149,17 @@ TEST_CASE("environment: an unknown preset or field is refused with those that th
     refused("VIRTUAL_GPU", std::string("ideal,launch=") + value,
             std::string("launch=") + value + " is not a number >= 0");
   for (const char* value : {"0", "2.5", "-1", "1e300", "x"})
-    refused("VIRTUAL_GPU", std::string("ideal,node_gpus=") + value, std::string("node_gpus=") + value);
+    refused("VIRTUAL_GPU", std::string("ideal,node_gpus=") + value,
+            std::string("node_gpus=") + value);
 }
 
 TEST_CASE("environment: a malformed size is refused") {
   SKIP_IN_DOUBLE();
-  for (const char* value : {"0", "-5", "64MB", "abc", "M", "nan", "inf", "1e30", "1e12G", "0.5", "64 M"}) {
-    refused("VIRTUAL_GPU_MEMORY", value,
-            std::string("VIRTUAL_GPU_MEMORY=") + value + " is not a size such as 800000, 64M or 16G");
+  for (const char* value :
+       {"0", "-5", "64MB", "abc", "M", "nan", "inf", "1e30", "1e12G", "0.5", "64 M"}) {
+    refused(
+        "VIRTUAL_GPU_MEMORY", value,
+        std::string("VIRTUAL_GPU_MEMORY=") + value + " is not a size such as 800000, 64M or 16G");
     refused("VIRTUAL_GPU", std::string("ideal,memory=") + value, "is not a size");
   }
 }
@@ -165,7 +181,8 @@ TEST_CASE("environment: numbers are whole, inside their range, and nothing else"
 
 TEST_CASE("environment: no visible GPU is refused by the chapter") {
   SKIP_IN_DOUBLE();
-  for (const char* variable : {"CUDA_VISIBLE_DEVICES=", "CUDA_VISIBLE_DEVICES=-1", "VIRTUAL_GPU_COUNT=0"}) {
+  for (const char* variable :
+       {"CUDA_VISIBLE_DEVICES=", "CUDA_VISIBLE_DEVICES=-1", "VIRTUAL_GPU_COUNT=0"}) {
     const Outcome o = run_command(std::string("env ") + variable + " " + program("01_single_gpu") +
                                   " --steps 0 --quiet");
     INFO(variable << ": " << o.status << " " << o.err);
@@ -182,8 +199,8 @@ TEST_CASE("environment: what is right is taken") {
       program("01_single_gpu") + " --steps 2 --quiet");
   INFO(o.err);
   REQUIRE(o.status == 0);
-  const Outcome small = run_command("VIRTUAL_GPU_MEMORY=10K " + program("01_single_gpu") +
-                                    " --steps 2 --quiet");
+  const Outcome small =
+      run_command("VIRTUAL_GPU_MEMORY=10K " + program("01_single_gpu") + " --steps 2 --quiet");
   REQUIRE(small.status == 1);
   REQUIRE(contains(small.err, "cudaErrorMemoryAllocation: out of memory: cudaMalloc"));
   REQUIRE(contains(small.err, "of 10240 are free"));

@@ -8,7 +8,9 @@
 namespace {
 
 __global__ void touch_kernel(float* p) { *p = 1; }
-cudaError_t touch(cudaStream_t stream, float* p) { return launch_threads(stream, 1, touch_kernel, p); }
+cudaError_t touch(cudaStream_t stream, float* p) {
+  return launch_threads(stream, 1, touch_kernel, p);
+}
 
 std::string address(const void* p) {
   char text[32];
@@ -29,10 +31,10 @@ void refused_everywhere(cudaStream_t stream, float* p, size_t bytes,
     return parts;
   };
   float* good = device_array<float>(64);
-  fails_with(cudaMemcpyAsync(p, host, bytes, cudaMemcpyHostToDevice, stream),
-             cudaErrorInvalidValue, with("cudaMemcpyAsync", "dst"));
-  fails_with(cudaMemcpyAsync(host, p, bytes, cudaMemcpyDeviceToHost, stream),
-             cudaErrorInvalidValue, with("cudaMemcpyAsync", "src"));
+  fails_with(cudaMemcpyAsync(p, host, bytes, cudaMemcpyHostToDevice, stream), cudaErrorInvalidValue,
+             with("cudaMemcpyAsync", "dst"));
+  fails_with(cudaMemcpyAsync(host, p, bytes, cudaMemcpyDeviceToHost, stream), cudaErrorInvalidValue,
+             with("cudaMemcpyAsync", "src"));
   fails_with(cudaMemcpyAsync(good, p, bytes, cudaMemcpyDeviceToDevice, stream),
              cudaErrorInvalidValue, with("cudaMemcpyAsync", "src"));
   fails_with(cudaMemcpyAsync(p, good, bytes, cudaMemcpyDeviceToDevice, stream),
@@ -102,7 +104,8 @@ TEST_CASE("memory: a range past the allocation's end is refused with its extent"
   TestStream stream;
   float* p = device_array<float>(10);
   refused_everywhere(stream, p, 41, {"runs past its end: 41 bytes are used, 40 of 40 are left"});
-  refused_everywhere(stream, p + 7, 16, {"runs past its end: 16 bytes are used, 12 of 40 are left"});
+  refused_everywhere(stream, p + 7, 16,
+                     {"runs past its end: 16 bytes are used, 12 of 40 are left"});
   REQUIRE(cudaMemsetAsync(p, 0, 40, stream) == cudaSuccess);
   REQUIRE(cudaMemsetAsync(p + 7, 0, 12, stream) == cudaSuccess);
   REQUIRE(touch(stream, p + 9) == cudaSuccess);
@@ -118,8 +121,8 @@ TEST_CASE("memory: a device pointer is refused where host memory is needed") {
              {"cudaMemcpyAsync", "src", "is memory of GPU 0, host memory is needed"});
   fails_with(cudaMemcpyAsync(p, p, 16, cudaMemcpyDeviceToHost, stream), cudaErrorInvalidValue,
              {"cudaMemcpyAsync", "dst", "is memory of GPU 0, host memory is needed"});
-  fails_with(cudaMemcpyAsync(p, nullptr, 16, cudaMemcpyHostToDevice, stream),
-             cudaErrorInvalidValue, {"src is null"});
+  fails_with(cudaMemcpyAsync(p, nullptr, 16, cudaMemcpyHostToDevice, stream), cudaErrorInvalidValue,
+             {"src is null"});
 }
 
 TEST_CASE("memory: only the three device copies have a direction") {
@@ -297,10 +300,17 @@ TEST_CASE("launch: an empty or too large grid or block is 9, and not sticky") {
     config.stream = stream;
     return cudaLaunchKernelEx(&config, touch_kernel, p);
   };
-  const std::pair<dim3, dim3> refused[] = {
-      {0, 1}, {1, 0}, {dim3(1, 0), 1}, {dim3(1, 1, 0), 1}, {1, dim3(1, 0, 1)}, {1, 1025},
-      {1, dim3(32, 33)}, {1, dim3(1, 1, 65)}, {dim3(1, 65536), 1}, {dim3(1, 1, 65536), 1},
-      {0x80000000u, 1}};
+  const std::pair<dim3, dim3> refused[] = {{0, 1},
+                                           {1, 0},
+                                           {dim3(1, 0), 1},
+                                           {dim3(1, 1, 0), 1},
+                                           {1, dim3(1, 0, 1)},
+                                           {1, 1025},
+                                           {1, dim3(32, 33)},
+                                           {1, dim3(1, 1, 65)},
+                                           {dim3(1, 65536), 1},
+                                           {dim3(1, 1, 65536), 1},
+                                           {0x80000000u, 1}};
   for (const auto& [grid, block] : refused)
     fails_with(launch_shape(grid, block), cudaErrorInvalidConfiguration,
                {"cudaLaunchKernelEx", "invalid configuration"});
@@ -326,8 +336,9 @@ TEST_CASE("launch: shared memory, attributes and too many arguments are refused"
   struct Many {
     char bytes[300];
   };
-  fails_with(launch_threads(stream, 1, +[](Many) {}, Many{}), cudaErrorInvalidValue,
-             {"bytes of arguments do not fit"});
+  fails_with(launch_threads(
+                 stream, 1, +[](Many) {}, Many{}),
+             cudaErrorInvalidValue, {"bytes of arguments do not fit"});
 }
 
 // ---- errors --------------------------------------------------------------------------------
@@ -385,9 +396,9 @@ TEST_CASE("errors: names are CUDA's; the text goes on only for the failure it be
 
 TEST_CASE("errors: without a device every call says so") {
   SKIP_IN_DOUBLE();
-  for (const auto& [name, value] : {std::pair("VIRTUAL_GPU_COUNT", "0"),
-                                    std::pair("CUDA_VISIBLE_DEVICES", ""),
-                                    std::pair("CUDA_VISIBLE_DEVICES", "-1")}) {
+  for (const auto& [name, value] :
+       {std::pair("VIRTUAL_GPU_COUNT", "0"), std::pair("CUDA_VISIBLE_DEVICES", ""),
+        std::pair("CUDA_VISIBLE_DEVICES", "-1")}) {
     Fresh fresh{{name, value}};
     int count = -1;
     REQUIRE(cudaGetDeviceCount(&count) == cudaErrorNoDevice);
@@ -407,8 +418,8 @@ TEST_CASE("errors: without a device every call says so") {
 
 TEST_CASE("errors: CUDA_VISIBLE_DEVICES counts up to the first entry that is no device") {
   SKIP_IN_DOUBLE();
-  const std::pair<const char*, int> lists[] = {{"0", 1},     {"0,1", 2}, {"5,3,1", 3}, {"0,-1,1", 1},
-                                               {"0,8,1", 1}, {"0,x", 1}, {"0,", 1}};
+  const std::pair<const char*, int> lists[] = {
+      {"0", 1}, {"0,1", 2}, {"5,3,1", 3}, {"0,-1,1", 1}, {"0,8,1", 1}, {"0,x", 1}, {"0,", 1}};
   for (const auto& [list, wanted] : lists) {
     Fresh fresh{{"CUDA_VISIBLE_DEVICES", list}};
     int count = -1;
@@ -438,11 +449,10 @@ TEST_CASE("memory: calls while NCCL work is outstanding are a hazard, and refuse
   SKIP_IN_DOUBLE();
   const std::string said = "stream 0 of GPU 0 has NCCL work that this thread has not waited for";
   const std::pair<const char*, std::function<void()>> calls[] = {
-      {"cudaMalloc", [] { device_array<char>(8); }},
-      {"cudaMallocHost", [] {
-         void* p = nullptr;
-         MUST(cudaMallocHost(&p, 8));
-       }}};
+      {"cudaMalloc", [] { device_array<char>(8); }}, {"cudaMallocHost", [] {
+                                                        void* p = nullptr;
+                                                        MUST(cudaMallocHost(&p, 8));
+                                                      }}};
   for (const auto& [name, call] : calls) {
     Fresh fresh;
     const auto texts = beside_nccl(call);

@@ -16,34 +16,50 @@ namespace {
 
 template <class T>
 constexpr ncclDataType_t type_of = ncclFloat;
-template <> constexpr ncclDataType_t type_of<int8_t> = ncclInt8;
-template <> constexpr ncclDataType_t type_of<uint8_t> = ncclUint8;
-template <> constexpr ncclDataType_t type_of<int32_t> = ncclInt32;
-template <> constexpr ncclDataType_t type_of<uint32_t> = ncclUint32;
-template <> constexpr ncclDataType_t type_of<int64_t> = ncclInt64;
-template <> constexpr ncclDataType_t type_of<uint64_t> = ncclUint64;
-template <> constexpr ncclDataType_t type_of<double> = ncclDouble;
-template <> constexpr ncclDataType_t type_of<__half> = ncclHalf;
-template <> constexpr ncclDataType_t type_of<__nv_bfloat16> = ncclBfloat16;
+template <>
+constexpr ncclDataType_t type_of<int8_t> = ncclInt8;
+template <>
+constexpr ncclDataType_t type_of<uint8_t> = ncclUint8;
+template <>
+constexpr ncclDataType_t type_of<int32_t> = ncclInt32;
+template <>
+constexpr ncclDataType_t type_of<uint32_t> = ncclUint32;
+template <>
+constexpr ncclDataType_t type_of<int64_t> = ncclInt64;
+template <>
+constexpr ncclDataType_t type_of<uint64_t> = ncclUint64;
+template <>
+constexpr ncclDataType_t type_of<double> = ncclDouble;
+template <>
+constexpr ncclDataType_t type_of<__half> = ncclHalf;
+template <>
+constexpr ncclDataType_t type_of<__nv_bfloat16> = ncclBfloat16;
 
 template <class T>
-T wide(T x) { return x; }
+T wide(T x) {
+  return x;
+}
 float wide(__half x) { return __half2float(x); }
 float wide(__nv_bfloat16 x) { return __bfloat162float(x); }
 
 template <class T, class Wide>
 T narrow(Wide x) {
-  if constexpr (std::is_same_v<T, __half>) return __float2half(x);
-  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16(x);
-  else return static_cast<T>(x);
+  if constexpr (std::is_same_v<T, __half>)
+    return __float2half(x);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return __float2bfloat16(x);
+  else
+    return static_cast<T>(x);
 }
 
 // Element i of a rank's input: no two ranks' are alike, and sums of the floats must round.
 template <class T>
 T value(int rank, size_t i) {
   const int64_t k = static_cast<int64_t>((rank * 37 + i * 11) % 23);
-  if constexpr (std::is_integral_v<T>) return static_cast<T>(std::is_signed_v<T> ? k - 5 : k + 1);
-  else return narrow<T>(static_cast<float>(k) / 7 - 1.3f);
+  if constexpr (std::is_integral_v<T>)
+    return static_cast<T>(std::is_signed_v<T> ? k - 5 : k + 1);
+  else
+    return narrow<T>(static_cast<float>(k) / 7 - 1.3f);
 }
 
 template <class T>
@@ -73,7 +89,9 @@ T expected(int p, size_t i, ncclRedOp_t op) {
 }
 
 template <class T>
-bool same_bits(T a, T b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+bool same_bits(T a, T b) {
+  return std::memcmp(&a, &b, sizeof a) == 0;
+}
 
 // ---- one collective, on every rank ---------------------------------------------------------
 
@@ -103,7 +121,8 @@ struct Check {
     T *in = input(), *out = device_array<T>(n);
     MUST(ncclAllReduce(in, out, n, type, op, r.comm, r.stream));
     equal(out, n, wanted, "all-reduce");
-    equal(in, n, [&](size_t i) { return value<T>(r.rank, i); }, "all-reduce's input");
+    equal(
+        in, n, [&](size_t i) { return value<T>(r.rank, i); }, "all-reduce's input");
     MUST(ncclAllReduce(in, in, n, type, op, r.comm, r.stream));
     equal(in, n, wanted, "all-reduce in place");
   }
@@ -114,8 +133,9 @@ struct Check {
     MUST(ncclReduce(in, out, n, type, op, root, r.comm, r.stream));
     if (r.rank == root) equal(out, n, wanted, "reduce");
     MUST(ncclReduce(in, in, n, type, op, root, r.comm, r.stream));
-    equal(in, n, [&](size_t i) { return r.rank == root ? wanted(i) : value<T>(r.rank, i); },
-          "reduce in place");
+    equal(
+        in, n, [&](size_t i) { return r.rank == root ? wanted(i) : value<T>(r.rank, i); },
+        "reduce in place");
   }
 
   void broadcast(int root) const {
@@ -161,7 +181,8 @@ struct Check {
     MUST(ncclSend(in, n, type, next, r.comm, r.stream));
     MUST(ncclRecv(out, n, type, before, r.comm, r.stream));
     MUST(ncclGroupEnd());
-    equal(out, n, [&](size_t i) { return value<T>(before, i); }, "send and receive");
+    equal(
+        out, n, [&](size_t i) { return value<T>(before, i); }, "send and receive");
   }
 
   void reductions() const {
@@ -218,13 +239,34 @@ void all_reduce(TestRank& r, size_t n) {
 
 }  // namespace
 
-TEST_CASE("nccl: collectives of float") { SKIP_IN_DOUBLE(); check_type<float>(true); }
-TEST_CASE("nccl: collectives of double") { SKIP_IN_DOUBLE(); check_type<double>(true); }
-TEST_CASE("nccl: collectives of half") { SKIP_IN_DOUBLE(); check_type<__half>(true); }
-TEST_CASE("nccl: collectives of bfloat16") { SKIP_IN_DOUBLE(); check_type<__nv_bfloat16>(true); }
-TEST_CASE("nccl: collectives of int32") { SKIP_IN_DOUBLE(); check_type<int32_t>(true); }
-TEST_CASE("nccl: collectives of int64") { SKIP_IN_DOUBLE(); check_type<int64_t>(true); }
-TEST_CASE("nccl: collectives of uint64") { SKIP_IN_DOUBLE(); check_type<uint64_t>(true); }
+TEST_CASE("nccl: collectives of float") {
+  SKIP_IN_DOUBLE();
+  check_type<float>(true);
+}
+TEST_CASE("nccl: collectives of double") {
+  SKIP_IN_DOUBLE();
+  check_type<double>(true);
+}
+TEST_CASE("nccl: collectives of half") {
+  SKIP_IN_DOUBLE();
+  check_type<__half>(true);
+}
+TEST_CASE("nccl: collectives of bfloat16") {
+  SKIP_IN_DOUBLE();
+  check_type<__nv_bfloat16>(true);
+}
+TEST_CASE("nccl: collectives of int32") {
+  SKIP_IN_DOUBLE();
+  check_type<int32_t>(true);
+}
+TEST_CASE("nccl: collectives of int64") {
+  SKIP_IN_DOUBLE();
+  check_type<int64_t>(true);
+}
+TEST_CASE("nccl: collectives of uint64") {
+  SKIP_IN_DOUBLE();
+  check_type<uint64_t>(true);
+}
 TEST_CASE("nccl: int8, uint8 and uint32 are moved, and not reduced") {
   SKIP_IN_DOUBLE();
   check_type<int8_t>(false);
@@ -269,7 +311,8 @@ TEST_CASE("nccl: the average multiplies by 1/n in the element type first; intege
   REQUIRE(sum_of<int32_t>({-1, -2, -5}, ncclAvg) == -2);
   REQUIRE(sum_of<int64_t>({10, 1}, ncclAvg) == 5);
   // 60000 + 60000 overflows half; 30000 + 30000 does not.
-  REQUIRE(__half2float(sum_of<__half>({__float2half(60000), __float2half(60000)}, ncclAvg)) == 60000);
+  REQUIRE(__half2float(sum_of<__half>({__float2half(60000), __float2half(60000)}, ncclAvg)) ==
+          60000);
   // 6e-8 is half's smallest number: a half of it rounds to nothing.
   const __half tiny = __float2half(6e-8f);
   REQUIRE(__half2float(sum_of<__half>({tiny, tiny}, ncclAvg)) == 0);
@@ -469,7 +512,9 @@ Step reduce_all(size_t n, ncclDataType_t type, ncclRedOp_t op) {
   return [=](TestRank& r, float* x) { MUST(ncclAllReduce(x, x, n, type, op, r.comm, r.stream)); };
 }
 Step broadcast_from(int root) {
-  return [=](TestRank& r, float* x) { MUST(ncclBroadcast(x, x, 4, ncclFloat, root, r.comm, r.stream)); };
+  return [=](TestRank& r, float* x) {
+    MUST(ncclBroadcast(x, x, 4, ncclFloat, root, r.comm, r.stream));
+  };
 }
 Step send(size_t n, ncclDataType_t type, int peer) {
   return [=](TestRank& r, float* x) { MUST(ncclSend(x, n, type, peer, r.comm, r.stream)); };
@@ -519,9 +564,7 @@ TEST_CASE("nccl: other roots of a reduce, and all-gather against reduce-scatter,
     };
   };
   disagree(reduce_to(0), reduce_to(1), {"sum, root 0", "sum, root 1"});
-  disagree([](TestRank& r, float* x) {
-             MUST(ncclAllGather(x, x, 4, ncclFloat, r.comm, r.stream));
-           },
+  disagree([](TestRank& r, float* x) { MUST(ncclAllGather(x, x, 4, ncclFloat, r.comm, r.stream)); },
            [](TestRank& r, float* x) {
              MUST(ncclReduceScatter(x, x + 4, 4, ncclFloat, ncclSum, r.comm, r.stream));
            },
@@ -566,8 +609,10 @@ TEST_CASE("nccl: a rank that waits for something else is reported with what it w
   Fresh fresh;
   const auto texts = texts_of_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(4);
-    if (r.rank == 0) MUST(ncclAllReduce(x, x, 4, ncclFloat, ncclSum, r.comm, r.stream));
-    else MUST(ncclRecv(x, 4, ncclFloat, 0, r.comm, r.stream));
+    if (r.rank == 0)
+      MUST(ncclAllReduce(x, x, 4, ncclFloat, ncclSum, r.comm, r.stream));
+    else
+      MUST(ncclRecv(x, 4, ncclFloat, 0, r.comm, r.stream));
     while (cudaStreamQuery(r.stream) == cudaErrorNotReady) {  // a program may poll as well
     }
     MUST(cudaStreamQuery(r.stream));
@@ -600,8 +645,10 @@ TEST_CASE("nccl: messages of a pair keep their order, whatever comes between") {
     int32_t* x = device_array<int32_t>(100);
     for (int i = 0; i < 100; ++i) x[i] = r.rank == 0 ? i : -1;
     for (int i = 0; i < 100; ++i) {
-      if (r.rank == 0) MUST(ncclSend(x + i, 1, ncclInt32, 1 + i % 2, r.comm, r.stream));
-      else if (i % 2 == r.rank - 1) MUST(ncclRecv(x + i, 1, ncclInt32, 0, r.comm, r.stream));
+      if (r.rank == 0)
+        MUST(ncclSend(x + i, 1, ncclInt32, 1 + i % 2, r.comm, r.stream));
+      else if (i % 2 == r.rank - 1)
+        MUST(ncclRecv(x + i, 1, ncclInt32, 0, r.comm, r.stream));
     }
     r.synchronize();
     for (int i = 0; i < 100; ++i) VERIFY(x[i] == (r.rank == 0 || i % 2 == r.rank - 1 ? i : -1));
@@ -610,8 +657,10 @@ TEST_CASE("nccl: messages of a pair keep their order, whatever comes between") {
 
 TEST_CASE("nccl: a send without its receive is reported, also if it is small; and the reverse") {
   SKIP_IN_DOUBLE();
-  unanswered(send(1, ncclFloat, 1), {"rank 0 of 2 of communicator 0 in ncclSend of 1 float to rank 1"});
-  unanswered(receive(4, ncclFloat, 1), {"rank 0 of 2 of communicator 0 in ncclRecv of 4 float from"});
+  unanswered(send(1, ncclFloat, 1),
+             {"rank 0 of 2 of communicator 0 in ncclSend of 1 float to rank 1"});
+  unanswered(receive(4, ncclFloat, 1),
+             {"rank 0 of 2 of communicator 0 in ncclRecv of 4 float from"});
 }
 
 TEST_CASE("nccl: opposite sends deadlock, and do not in a group") {
@@ -635,7 +684,8 @@ TEST_CASE("nccl: opposite sends deadlock, and do not in a group") {
 TEST_CASE("nccl: a receive of another count or type than its send is named") {
   SKIP_IN_DOUBLE();
   disagree(send(8, ncclFloat, 1), receive(6, ncclFloat, 0),
-           {"rank 0 calls ncclSend of 8 float to rank 1", "rank 1 calls ncclRecv of 6 float from rank 0"});
+           {"rank 0 calls ncclSend of 8 float to rank 1",
+            "rank 1 calls ncclRecv of 6 float from rank 0"});
   disagree(send(8, ncclFloat, 1), receive(8, ncclInt32, 0), {"8 float to rank 1", "8 int32 from"});
   disagree(send(8, ncclFloat, 1), receive(0, ncclFloat, 0), {"ncclRecv of 0 float"});
 }
@@ -673,8 +723,10 @@ TEST_CASE("nccl: a send and receive of no elements still pair") {
   {
     Fresh fresh;
     on_ranks(2, [](TestRank& r) {
-      if (r.rank == 0) MUST(ncclSend(nullptr, 0, ncclFloat, 1, r.comm, r.stream));
-      else MUST(ncclRecv(nullptr, 0, ncclFloat, 0, r.comm, r.stream));
+      if (r.rank == 0)
+        MUST(ncclSend(nullptr, 0, ncclFloat, 1, r.comm, r.stream));
+      else
+        MUST(ncclRecv(nullptr, 0, ncclFloat, 0, r.comm, r.stream));
       r.synchronize();
       VERIFY(virtual_gpu::counters(r.rank).sends + virtual_gpu::counters(r.rank).receives == 1);
     });
@@ -924,7 +976,8 @@ TEST_CASE("nccl: destroy waits for the communicator's work; twice is an error, N
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(1);
-    for (int i = 0; i < 100; ++i) MUST(ncclAllReduce(x, x, 1, ncclFloat, ncclMax, r.comm, r.stream));
+    for (int i = 0; i < 100; ++i)
+      MUST(ncclAllReduce(x, x, 1, ncclFloat, ncclMax, r.comm, r.stream));
     MUST(ncclCommDestroy(r.comm));
     VERIFY(*x == 2);
     VERIFY(ncclCommDestroy(r.comm) == ncclInvalidArgument);
@@ -972,8 +1025,10 @@ TEST_CASE("nccl: abort ends a send and a receive that nobody answers") {
   std::atomic<int> gone{0};
   on_ranks(2, [&](TestRank& r) {
     float* x = r.filled<float>(4);
-    if (r.rank == 0) MUST(ncclSend(x, 4, ncclFloat, 1, r.comm, r.stream));
-    else MUST(ncclSend(x, 4, ncclFloat, 0, r.comm, r.stream));
+    if (r.rank == 0)
+      MUST(ncclSend(x, 4, ncclFloat, 1, r.comm, r.stream));
+    else
+      MUST(ncclSend(x, 4, ncclFloat, 0, r.comm, r.stream));
     MUST(ncclCommAbort(r.comm));
     r.comm = nullptr;
     MUST(cudaStreamSynchronize(r.stream));
@@ -1010,7 +1065,8 @@ TEST_CASE("nccl: init refuses a GPU twice, a rank twice, and two sizes") {
   SKIP_IN_DOUBLE();
   Fresh fresh;
   for (const std::string& text : init_texts({{0, 0, 3}, {1, 1, 3}, {0, 2, 3}}))
-    REQUIRE(contains(text, "5 ncclCommInitRank: Duplicate GPU detected: rank 0 and rank 2 both on GPU 0"));
+    REQUIRE(contains(
+        text, "5 ncclCommInitRank: Duplicate GPU detected: rank 0 and rank 2 both on GPU 0"));
   for (const std::string& text : init_texts({{0, 0, 2}, {1, 0, 2}}))
     REQUIRE(contains(text, "rank 0 comes twice"));
   for (const std::string& text : init_texts({{0, 0, 2}, {1, 1, 3}})) {
@@ -1040,12 +1096,14 @@ TEST_CASE("nccl: init refuses bad ranks, a group, and an id from elsewhere") {
   ncclComm_t comm = nullptr;
   MUST(ncclGetUniqueId(&id));
   for (const auto& [size, rank] : {std::pair(0, 0), {2, 2}, {2, -1}, {-1, 0}})
-    fails_with(ncclCommInitRank(&comm, size, id, rank), ncclInvalidArgument, {"ncclCommInitRank: rank"});
+    fails_with(ncclCommInitRank(&comm, size, id, rank), ncclInvalidArgument,
+               {"ncclCommInitRank: rank"});
   MUST(ncclGroupStart());
   fails_with(ncclCommInitRank(&comm, 1, id, 0), ncclInvalidUsage, {"not in a group"});
   REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
   ncclUniqueId zero = {}, foreign = {};
-  fails_with(ncclCommInitRank(&comm, 1, zero, 0), ncclInvalidUsage, {"not come from ncclGetUniqueId"});
+  fails_with(ncclCommInitRank(&comm, 1, zero, 0), ncclInvalidUsage,
+             {"not come from ncclGetUniqueId"});
   std::snprintf(foreign.internal, sizeof foreign.internal, "virtual-nccl %d 0", getpid() + 1);
   fails_with(ncclCommInitRank(&comm, 1, foreign, 0), ncclInvalidUsage, {"another process"});
   REQUIRE(ncclGetUniqueId(nullptr) == ncclInvalidArgument);
@@ -1188,8 +1246,10 @@ std::vector<std::string> crossed(const char* strict, bool warmed_up) {
                        : ncclRecv(x + 1, 1, ncclFloat, 1, b, second));
     };
     if (warmed_up) on_a(), on_b();
-    if (r.rank == 0) on_a(), on_b();
-    else on_b(), on_a();
+    if (r.rank == 0)
+      on_a(), on_b();
+    else
+      on_b(), on_a();
     r.synchronize();
     MUST(cudaStreamSynchronize(second));
     MUST(ncclCommDestroy(a));

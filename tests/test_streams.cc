@@ -51,8 +51,7 @@ TEST_CASE("streams: work of one stream runs in the order of its calls") {
   int* x = device_array<int>(2);
   int first = 0, second = 0;
   MUST(cudaMemsetAsync(x, 0, 2 * sizeof(int), stream));
-  for (int digit = 1; digit <= 4; ++digit)
-    MUST(launch_threads(stream, 1, append_kernel, x, digit));
+  for (int digit = 1; digit <= 4; ++digit) MUST(launch_threads(stream, 1, append_kernel, x, digit));
   MUST(cudaMemcpyAsync(&first, x, sizeof first, cudaMemcpyDeviceToHost, stream));
   MUST(cudaMemcpyAsync(x + 1, x, sizeof *x, cudaMemcpyDeviceToDevice, stream));
   MUST(launch_threads(stream, 1, append_kernel, x + 1, 5));
@@ -114,7 +113,8 @@ TEST_CASE("streams: a full queue makes the host wait, and goes on") {
   std::thread host([&] {
     try {
       for (int i = 0; i < total; ++i, ++issued)
-        MUST(launch_threads(stream, 1, +[](int* p) { ++*p; }, x));
+        MUST(launch_threads(
+            stream, 1, +[](int* p) { ++*p; }, x));
     } catch (const std::exception& e) {
       trouble = e.what();
     }
@@ -144,7 +144,8 @@ TEST_CASE("streams: the queue gives and takes work from many host threads") {
   for (int t = 0; t < 4; ++t)
     hosts.emplace_back([&] {
       for (int i = 0; i < 2000; ++i)
-        errors += launch_threads(stream, 1, +[](int* p) { ++*p; }, x) != cudaSuccess;
+        errors += launch_threads(
+                      stream, 1, +[](int* p) { ++*p; }, x) != cudaSuccess;
     });
   for (std::thread& host : hosts) host.join();
   MUST(cudaStreamSynchronize(stream));
@@ -190,14 +191,14 @@ TEST_CASE("events: a wait binds to the latest record at the time of the call") {
   busy(a, any, 100);
   MUST(cudaEventRecord(event, a));
   busy(a, any, 100);
-  MUST(cudaEventRecord(event, a));       // overwrites: 200
+  MUST(cudaEventRecord(event, a));  // overwrites: 200
   MUST(cudaStreamWaitEvent(b, event));
   Gate gate;
   gate.hold(a);
   busy(a, any, 10000);
-  MUST(cudaEventRecord(event, a));       // after the wait call: does not matter to b
+  MUST(cudaEventRecord(event, a));  // after the wait call: does not matter to b
   busy(b, any, 10);
-  REQUIRE(end_of(b) == 210);             // while a is still held up
+  REQUIRE(end_of(b) == 210);  // while a is still held up
   gate.open = true;
   REQUIRE(end_of(a) == 10200);
 }
@@ -212,7 +213,8 @@ TEST_CASE("events: what follows a wait sees what preceded the record") {
     MUST(set(a, x, repeat));
     MUST(cudaEventRecord(event, a));
     MUST(cudaStreamWaitEvent(b, event));
-    MUST(launch_threads(b, 1, +[](int* p) { p[1] = p[0]; }, x));
+    MUST(launch_threads(
+        b, 1, +[](int* p) { p[1] = p[0]; }, x));
     MUST(cudaStreamSynchronize(b));
     REQUIRE(x[1] == repeat);
   }

@@ -43,9 +43,8 @@ double run(Rank& rank) {
 int main(int, char** argv) {
   try {
     double results[2] = {};
-    const int status = run_ranks({}, 2, false, argv, [&](Rank& rank) {
-      results[rank.rank] = run(rank);
-    });
+    const int status =
+        run_ranks({}, 2, false, argv, [&](Rank& rank) { results[rank.rank] = run(rank); });
     if (status) return status;
     std::printf("%g %g\n", results[0], results[1]);
     return teardown_failed() ? 1 : 0;

@@ -117,10 +117,15 @@ void all_reduce(bool broken) {
 int main(int argc, char** argv) {
   const std::string name = argc > 1 ? argv[1] : "";
   const bool broken = argc > 2 && std::string(argv[2]) == "broken";
-  if (name == "two_kernels") two_kernels(broken);
-  else if (name == "host_buffer") host_buffer(broken);
-  else if (name == "gemm") gemm(broken);
-  else if (name == "all_reduce") all_reduce(broken);
-  else return 2;
+  if (name == "two_kernels")
+    two_kernels(broken);
+  else if (name == "host_buffer")
+    host_buffer(broken);
+  else if (name == "gemm")
+    gemm(broken);
+  else if (name == "all_reduce")
+    all_reduce(broken);
+  else
+    return 2;
   std::printf("done\n");
 }
