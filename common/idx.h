@@ -102,11 +102,10 @@ class IdxFile {
     const size_t got = gzfread(to, 1, n, file_.get());
     int status = Z_OK;
     const char* message = gzerror(file_.get(), &status);
+    if (status == Z_BUF_ERROR) message = "the compressed data is truncated";
+    if (status == Z_ERRNO) message = std::strerror(errno);
     if (got < n && status != Z_OK && status != Z_STREAM_END)
-      refuse(std::string("cannot be read: ") +
-             (status == Z_BUF_ERROR ? "the compressed data is truncated"
-              : status == Z_ERRNO   ? std::strerror(errno)
-                                    : message));
+      refuse(std::string("cannot be read: ") + message);
     return static_cast<int64_t>(got);
   }
 
@@ -145,8 +144,8 @@ inline Dataset load_part(const std::string& images_path, const std::string& labe
 
 inline Data load(const std::string& dir, int classes) {
   Data data;
-  data.train = load_part(dir + "/train-images-idx3-ubyte", dir + "/train-labels-idx1-ubyte",
-                         classes);
+  data.train =
+      load_part(dir + "/train-images-idx3-ubyte", dir + "/train-labels-idx1-ubyte", classes);
   data.test = load_part(dir + "/t10k-images-idx3-ubyte", dir + "/t10k-labels-idx1-ubyte", classes);
   if (data.test.rows != data.train.rows || data.test.columns != data.train.columns)
     throw BadInput(dir + ": the test images are " + std::to_string(data.test.rows) + " x " +

@@ -62,7 +62,8 @@ inline Place place_from_environment() {
     place.host = variable("MASTER_ADDR");
     if (place.host.empty())
       throw BadInput("environment variable MASTER_ADDR: not set, but " + size + " is " +
-                     variable(size) + "; set it to the host of rank 0, and MASTER_PORT to a free "
+                     variable(size) +
+                     "; set it to the host of rank 0, and MASTER_PORT to a free "
                      "port there");
     place.port = number_in("MASTER_PORT", 1, 65535);
     return place;
@@ -138,15 +139,15 @@ inline Socket listen_at(const std::string& host, int port) {
   // for to itself a machine's own name may mean 127.0.1.1.
   const bool loopback = host == "localhost" || host == "::1" || host.starts_with("127.");
   std::string why;
-  Socket server = open_socket(loopback ? host.c_str() : nullptr, port, why,
-                              [](int fd, const addrinfo* a) {
-                                const int yes = 1;
-                                setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-                                return bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, SOMAXCONN);
-                              });
+  Socket server =
+      open_socket(loopback ? host.c_str() : nullptr, port, why, [](int fd, const addrinfo* a) {
+        const int yes = 1;
+        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
+        return bind(fd, a->ai_addr, a->ai_addrlen) || listen(fd, SOMAXCONN);
+      });
   if (server < 0)
-    throw BadInput("MASTER_PORT " + std::to_string(port) + ": " + why + "; a free port on " +
-                   host + " would be right");
+    throw BadInput("MASTER_PORT " + std::to_string(port) + ": " + why + "; a free port on " + host +
+                   " would be right");
   return server;
 }
 
@@ -221,23 +222,27 @@ inline int free_port() {
 // Starts this program p times, with the same arguments and the variables that tell the ranks
 // apart, and waits. The first that fails ends the others, and its exit status is returned.
 inline int start_processes(int p, char** argv) {
-  const std::pair<const char*, std::string> same_for_all[] = {
-      {"WORLD_SIZE", std::to_string(p)},   {"MASTER_ADDR", "127.0.0.1"},
-      {"MASTER_PORT", std::to_string(free_port())},
-      {"SGD_STARTED_BY", std::to_string(getpid())},
-      // NCCL refuses two ranks on one GPU. Since 2.30 this allows it;
-      {"NCCL_MULTI_RANK_GPU_ENABLE", "1"},
-      // before, ranks that seem to be on different hosts (NCCL_HOSTID below) pass, and these
-      // make them talk over the loopback interface.
-      {"NCCL_NET", "Socket"},              {"NCCL_SOCKET_IFNAME", "lo"},
-      {"NCCL_MNNVL_ENABLE", "0"}};
-  for (const auto& [name, value] : same_for_all) setenv(name, value.c_str(), 1);
+  const auto set = [](const char* name, const std::string& value) {
+    setenv(name, value.c_str(), 1);
+  };
+  set("SGD_STARTED_BY", std::to_string(getpid()));
+  set("WORLD_SIZE", std::to_string(p));
+  set("MASTER_ADDR", "127.0.0.1");
+  set("MASTER_PORT", std::to_string(free_port()));
+  // NCCL refuses two ranks on one GPU. From 2.30 on this allows it.
+  set("NCCL_MULTI_RANK_GPU_ENABLE", "1");
+  // Before, ranks that seem to be on different hosts pass (NCCL_HOSTID below), and talk over the
+  // loopback interface if these say so.
+  set("NCCL_NET", "Socket");
+  set("NCCL_SOCKET_IFNAME", "lo");
+  set("NCCL_MNNVL_ENABLE", "0");
   std::signal(SIGCHLD, SIG_DFL);  // were it ignored, waitpid() would learn no status
   std::vector<pid_t> children;
   int status = 0;
   for (int r = 0; r < p && status == 0; ++r) {
-    for (const char* name : {"RANK", "LOCAL_RANK"}) setenv(name, std::to_string(r).c_str(), 1);
-    setenv("NCCL_HOSTID", ("rank-" + std::to_string(r)).c_str(), 1);
+    set("RANK", std::to_string(r));
+    set("LOCAL_RANK", std::to_string(r));
+    set("NCCL_HOSTID", "rank-" + std::to_string(r));
     pid_t child = 0;
     if (const int error = posix_spawn(&child, "/proc/self/exe", nullptr, nullptr, argv, environ)) {
       std::fprintf(stderr, "rank %d cannot be started: %s\n", r, std::strerror(error));

@@ -26,10 +26,10 @@ std::string shortest(T value) {  // the shortest text that reads back as the sam
 }
 
 struct Option {
-  std::string name, metavar, help, group;      // without a metavar: a flag
+  std::string name, metavar, help, group;       // without a metavar: a flag
   std::function<bool(const std::string&)> set;  // false: the text is not `right`
-  std::function<std::string()> show;           // the value now
-  std::string right;                           // "a whole number from 1 to 10"
+  std::function<std::string()> show;            // the value now
+  std::string right;                            // "a whole number from 1 to 10"
 };
 
 class Options {
@@ -50,7 +50,7 @@ class Options {
          "a whole number from " + std::to_string(least) + " to " + std::to_string(most)});
   }
 
-  // A number in (least, most) or, where they are allowed themselves, [least, most).
+  // A number in (least, most), or in [least, most) where least itself is allowed too.
   void number(const std::string& name, const std::string& metavar, const std::string& help,
               double& value, double least, bool least_too, double most, const std::string& right) {
     add({name, metavar, help, group_,
@@ -61,6 +61,20 @@ class Options {
            return ok && (value = parsed, true);
          },
          [&value] { return shortest(value); }, right});
+  }
+
+  // A number above 0, or a word that stands for 0.
+  void number_or(const std::string& word, const std::string& name, const std::string& metavar,
+                 const std::string& help, double& value) {
+    add({name, word + "|" + metavar, help, group_,
+         [=, &value](const std::string& text) {
+           double parsed = 0;
+           const bool number = parse(text, parsed) && std::isfinite(parsed) && parsed > 0;
+           const bool ok = text == word || number;
+           return ok && (value = parsed, true);
+         },
+         [=, &value] { return value == 0 ? word : shortest(value); },
+         word + " or a number above 0"});
   }
 
   void text(const std::string& name, const std::string& metavar, const std::string& help,
@@ -117,8 +131,8 @@ class Options {
   bool parse_command_line(int argc, char** argv) {
     std::vector<option> table;
     for (const Option& o : all_)
-      table.push_back({o.name.c_str(), o.metavar.empty() ? no_argument : required_argument,
-                       nullptr, 0});
+      table.push_back(
+          {o.name.c_str(), o.metavar.empty() ? no_argument : required_argument, nullptr, 0});
     table.push_back({"help", no_argument, nullptr, 0});
     table.push_back({});
     opterr = 0;  // the messages are ours
@@ -149,7 +163,7 @@ class Options {
     for (const Option& o : all_) {
       if (o.group != group) text += "\n" + (group = o.group) + ":\n";
       std::string left = "  --" + o.name + (o.metavar.empty() ? "" : " " + o.metavar);
-      left.resize(std::max<size_t>(left.size() + 1, 27), ' ');
+      left.resize(std::max<size_t>(left.size() + 1, 34), ' ');
       const std::string shown = o.metavar.empty() ? "" : o.show();
       text += left + o.help + (shown.empty() ? "" : " [" + shown + "]") + "\n";
     }

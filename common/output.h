@@ -117,9 +117,12 @@ inline std::string json(const std::string& text) {
   for (const char c : text) {
     char escape[8];
     std::snprintf(escape, sizeof escape, "\\u%04x", static_cast<unsigned char>(c));
-    if (c == '"' || c == '\\') (quoted += '\\') += c;
-    else if (static_cast<unsigned char>(c) < ' ') quoted += escape;
-    else quoted += c;
+    if (c == '"' || c == '\\')
+      (quoted += '\\') += c;
+    else if (static_cast<unsigned char>(c) < ' ')
+      quoted += escape;
+    else
+      quoted += c;
   }
   return quoted + "\"";
 }
@@ -133,5 +136,6 @@ inline std::string json(const std::vector<double>& values) {
 inline std::string json_of_shown(const std::string& text) {
   double number;
   return text == "true" || text == "false" || (parse(text, number) && std::isfinite(number))
-             ? text : json(text);
+             ? text
+             : json(text);
 }

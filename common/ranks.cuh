@@ -316,8 +316,8 @@ inline int run_ranks(const Place& place, int p, bool share_gpu, char** argv, con
   if (p > gpus && share_gpu) return start_processes(p, argv);
   if (p > gpus)
     throw BadInput("--gpus: " + std::to_string(p) + " ranks need " + std::to_string(p) +
-                   " GPUs, " + std::to_string(gpus) + " visible; --share-gpu runs several ranks " +
-                   "on one, and make BACKEND=virtual needs none");
+                   " GPUs, " + std::to_string(gpus) + " visible; --share-gpu lets ranks share " +
+                   "one, and make BACKEND=virtual has as many as VIRTUAL_GPU_COUNT says");
   CHECK(ncclGetUniqueId(&id));
   std::vector<int> devices(p);
   std::iota(devices.begin(), devices.end(), 0);

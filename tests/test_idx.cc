@@ -12,9 +12,7 @@ namespace {
 
 using Bytes = std::string;
 
-Bytes big_endian(uint32_t x) {
-  return {char(x >> 24), char(x >> 16), char(x >> 8), char(x)};
-}
+Bytes big_endian(uint32_t x) { return {char(x >> 24), char(x >> 16), char(x >> 8), char(x)}; }
 
 Bytes images(uint32_t count, uint32_t rows, uint32_t columns, size_t pixels, char first = 0) {
   Bytes body(pixels, 0);
@@ -41,7 +39,8 @@ class Folder : public TemporaryFolder {
     gzFile file = gzopen(path(name).c_str(), "wb");
     gzwrite(file, bytes.data(), static_cast<unsigned>(bytes.size()));
     gzclose(file);
-    if (truncated) std::filesystem::resize_file(path(name), std::filesystem::file_size(path(name)) - 9);
+    if (truncated)
+      std::filesystem::resize_file(path(name), std::filesystem::file_size(path(name)) - 9);
   }
   void remove(const std::string& name) const { std::filesystem::remove(path(name)); }
 

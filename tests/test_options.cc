@@ -136,8 +136,9 @@ TEST_CASE("the report holds settings, every update's loss, and the table") {
   const std::string path = folder.path("r.json");
   REQUIRE(run("--quiet --steps 4 --seed 7 --check --report " + path).status == 0);
   const std::string report = contents(path);
-  for (const char* words : {"\"chapter\": \"01_single_gpu\"", "\"seed\": 7", "\"hidden\": \"128,128\"",
-                            "\"check\": \"pass\"", "\"difference\": 0", "\"step_seconds\": "})
+  for (const char* words :
+       {"\"chapter\": \"01_single_gpu\"", "\"seed\": 7", "\"hidden\": \"128,128\"",
+        "\"check\": \"pass\"", "\"difference\": 0", "\"step_seconds\": "})
     CHECK(report.find(words) != std::string::npos);
   const std::vector<double> losses = losses_of(report);
   REQUIRE(losses.size() == 4);

@@ -19,10 +19,10 @@ class Environment {
 
  private:
   static void clear() {
-    for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT",
-                             "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                             "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS",
-                             "SLURM_LOCALID"})
+    for (const char* name :
+         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_RANK",
+          "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS",
+          "SLURM_LOCALID"})
       unsetenv(name);
   }
 };
@@ -88,7 +88,8 @@ TEST_CASE("without a launcher this is the only process") {
 TEST_CASE("the names of torchrun, mpirun and srun are understood") {
   const std::map<std::string, std::string> names[] = {
       {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"LOCAL_RANK", "1"}},
-      {{"OMPI_COMM_WORLD_RANK", "5"}, {"OMPI_COMM_WORLD_SIZE", "8"},
+      {{"OMPI_COMM_WORLD_RANK", "5"},
+       {"OMPI_COMM_WORLD_SIZE", "8"},
        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}},
       {{"SLURM_PROCID", "5"}, {"SLURM_NTASKS", "8"}, {"SLURM_LOCALID", "1"}}};
   for (auto variables : names) {
@@ -111,8 +112,10 @@ TEST_CASE("a launcher's single process is an ordinary run") {
 }
 
 TEST_CASE("missing, malformed and contradictory variables are refused by name") {
-  const std::map<std::string, std::string> right = {{"RANK", "1"}, {"WORLD_SIZE", "2"},
-                                                    {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "h"},
+  const std::map<std::string, std::string> right = {{"RANK", "1"},
+                                                    {"WORLD_SIZE", "2"},
+                                                    {"LOCAL_RANK", "1"},
+                                                    {"MASTER_ADDR", "h"},
                                                     {"MASTER_PORT", "29500"}};
   CHECK(refusal(right).empty());
   for (const auto& [name, value] : right) {
@@ -122,8 +125,9 @@ TEST_CASE("missing, malformed and contradictory variables are refused by name") 
     CHECK(refusal(without).find(name) != std::string::npos);
   }
   const std::pair<std::string, std::string> wrong[] = {
-      {"RANK", "2"}, {"RANK", "-1"}, {"RANK", "one"}, {"WORLD_SIZE", "0"}, {"WORLD_SIZE", "2 "},
-      {"LOCAL_RANK", "2"}, {"MASTER_PORT", "0"}, {"MASTER_PORT", "65536"}, {"MASTER_PORT", "x"}};
+      {"RANK", "2"},        {"RANK", "-1"},           {"RANK", "one"},
+      {"WORLD_SIZE", "0"},  {"WORLD_SIZE", "2 "},     {"LOCAL_RANK", "2"},
+      {"MASTER_PORT", "0"}, {"MASTER_PORT", "65536"}, {"MASTER_PORT", "x"}};
   for (const auto& [name, value] : wrong) {
     std::map<std::string, std::string> variables = right;
     variables[name] = value;
@@ -155,7 +159,8 @@ TEST_CASE("every rank gets rank 0's bytes, whoever comes first") {
 TEST_CASE("names and IPv6 addresses reach rank 0 too") {
   char name[256] = "localhost";
   gethostname(name, sizeof name);
-  for (const std::string& host : {std::string("localhost"), std::string("::1"), std::string(name)}) {
+  for (const std::string& host :
+       {std::string("localhost"), std::string("::1"), std::string(name)}) {
     std::string why;
     if (open_socket(host.c_str(), 0, why, [](int fd, const addrinfo* a) {
           return bind(fd, a->ai_addr, a->ai_addrlen);
@@ -199,7 +204,8 @@ TEST_CASE("a stranger's answer is not taken for rank 0's") {
 
 TEST_CASE("two ranks of one number end all, with the number") {
   const int port = free_port();
-  auto zero = start(place(0, 3, port)), one = start(place(2, 3, port)), two = start(place(2, 3, port));
+  auto zero = start(place(0, 3, port)), one = start(place(2, 3, port)),
+       two = start(place(2, 3, port));
   CHECK(zero.get().error.find("two processes call themselves rank 2") != std::string::npos);
   CHECK(one.get().error.find("has not answered") != std::string::npos);
   CHECK_FALSE(two.get().error.empty());
