@@ -156,7 +156,7 @@ class Server {
   }
 
   double loss_of(int64_t t) {
-    real value = 0;
+    real& value = losses_on_host[t];
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -164,12 +164,11 @@ class Server {
 
   Result collect() {
     Result result;
-    result.weights.resize(P);
-    parameters.download(result.weights.data(), P, compute);
-    std::vector<real> loss(T);
-    losses.download(loss.data(), T, compute);
+    parameters.download(parameters_on_host.data(), P, compute);
+    losses.download(losses_on_host.data(), T, compute);
     rank.wait(compute);
-    result.losses.assign(loss.begin(), loss.end());
+    result.weights = parameters_on_host;
+    result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     for (const Comm& comm : line) result.bytes_sent_per_step += T ? comm.traffic.bytes / T : 0;
     result.peak_memory = memory_use().peak;
@@ -200,7 +199,8 @@ class Server {
   const int64_t S = settings.staleness < 0 ? 2 : settings.staleness;
   const std::vector<Update> plan = updates(settings, data.size());
   const int64_t T = static_cast<int64_t>(plan.size());
-  std::vector<real> parameters_on_host;
+  // What is copied to the host outlives the streams: a wait that fails leaves the copy under way.
+  std::vector<real> parameters_on_host, losses_on_host = std::vector<real>(T);
   std::vector<int32_t> number_on_host = std::vector<int32_t>(T + 1);
   std::vector<Push> pushes;  // in the order of their updates
   int64_t next;              // the first batch that nobody has

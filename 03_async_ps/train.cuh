@@ -110,10 +110,9 @@ class Trainer {  // a worker; the server is in server.cuh
       line[me].recv(parameters.data(), P, 0, compute);
       line[me].recv(number.data(), 1, 0, compute);
     }
-    int32_t batch = 0;
-    number.download(&batch, 1, compute);
+    number.download(&number_on_host, 1, compute);
     rank.wait(compute);
-    return batch;
+    return number_on_host;
   }
 
   // ---- before and after the loop -----------------------------------------------------------
@@ -157,6 +156,7 @@ class Trainer {  // a worker; the server is in server.cuh
   const std::vector<Update> plan = updates(settings, data.size());  // what each batch reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
+  int32_t number_on_host = 0;  // a member: a wait that fails leaves the copy into it under way
 
   std::vector<Comm> line = lines(rank);
   Stream compute;

@@ -409,6 +409,19 @@ struct Quadratic : ch03::Trainer {
   }
 };
 
+// Notes which parameters it computes each batch at.
+struct Watched : ch03::Trainer {
+  using Trainer::Trainer;
+  static inline std::vector<std::map<int64_t, std::vector<real>>> seen;  // by rank, by batch
+  void compute_gradient(int64_t t) override {
+    std::vector<real>& now = seen[rank.rank][t];
+    now.resize(P);
+    parameters.download(now.data(), P, compute);
+    rank.wait(compute);
+    Trainer::compute_gradient(t);
+  }
+};
+
 // Pushes -1 for every parameter, so that each push can be counted in each of them.
 struct Constant : ch03::Trainer {
   using Trainer::Trainer;
@@ -420,6 +433,23 @@ struct Constant : ch03::Trainer {
 };
 
 }  // namespace
+
+TEST_CASE("03: in sync mode all workers compute at the same bits, those of chapter 01's step") {
+  const Dataset data = uneven_data(21, 5, 3);
+  auto settings = settings_of(Mode::sync, 3, {7}, 3, 8, 12);
+  Watched::seen.assign(4, {});
+  run_ranks_here(train_as<Watched>, settings, data);
+  for (int64_t t = 0; t < 12; ++t) {
+    REQUIRE(Watched::seen[1][t] == Watched::seen[2][t]);
+    REQUIRE(Watched::seen[1][t] == Watched::seen[3][t]);
+    settings.steps = t;
+    const Result want = yardstick(settings, data);
+    const double off = largest_difference(Watched::seen[1][t].data(), want.weights.data(),
+                                          static_cast<int64_t>(want.weights.size()));
+    REQUIRE(off <= rounding(settings, t));
+    if (t > 0) REQUIRE(Watched::seen[1][t] != Watched::seen[1][t - 1]);
+  }
+}
 
 TEST_CASE("03: d + 1 workers turn where delay d does") {
   const Dataset data = uneven_data(8, 5, 3);
