@@ -535,7 +535,7 @@ TEST_CASE("05: a network too large for one GPU trains on four") {
   REQUIRE(alone.err.find("out of memory") != std::string::npos);
   const Outcome four = run_command(memory + program(name) + arguments + " --gpus 4");
   INFO(four.err);
-  REQUIRE(four.status == (sizeof(real) == 4 ? 0 : 1));  // in double it is twice as large
+  REQUIRE(four.status == 0);
 }
 
 TEST_CASE("05: a call that fails on one rank ends all with the rank and the cause") {
