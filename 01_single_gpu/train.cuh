@@ -112,7 +112,7 @@ class Trainer {
   }
 
   double loss_of(int64_t t) {
-    real value = 0;
+    real& value = losses_on_host[t];
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -120,12 +120,11 @@ class Trainer {
 
   Result collect() {
     Result result;
-    result.weights.resize(shape.parameters());
-    parameters.download(result.weights.data(), shape.parameters(), compute);
-    std::vector<real> loss(T);
-    losses.download(loss.data(), T, compute);
+    parameters.download(parameters_on_host.data(), shape.parameters(), compute);
+    losses.download(losses_on_host.data(), T, compute);
     rank.wait(compute);
-    result.losses.assign(loss.begin(), loss.end());
+    result.weights = parameters_on_host;
+    result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.peak_memory = memory_use().peak;
     return result;
@@ -146,7 +145,8 @@ class Trainer {
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
-  std::vector<real> parameters_on_host;
+  // What is copied to the host outlives the streams: a wait that fails leaves the copy under way.
+  std::vector<real> parameters_on_host, losses_on_host = std::vector<real>(T);
 
   Stream compute;
   Blas blas{compute};

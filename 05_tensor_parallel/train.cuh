@@ -132,13 +132,13 @@ class Trainer {
   }
 
   // Of split classes each rank has the loss of its own labels' rows, so all ranks call this.
-  std::vector<real> losses_from(int64_t t, int64_t n) {
-    std::vector<real> values(n);
+  const std::vector<real>& losses_from(int64_t t, int64_t n) {
+    losses_on_host.resize(n);
     shown.copy(losses + t, n, compute);
     if (is_column(L - 1)) rank.world.all_reduce(shown.data(), n, compute);
-    shown.download(values.data(), n, compute);
+    shown.download(losses_on_host.data(), n, compute);
     rank.wait(compute);
-    return values;
+    return losses_on_host;
   }
 
   // Rank 0's host puts the shards together, one by one: no GPU ever holds the whole network.
@@ -175,7 +175,8 @@ class Trainer {
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
-  std::vector<real> parameters_on_host;
+  // What is copied to the host outlives the streams: a wait that fails leaves the copy under way.
+  std::vector<real> parameters_on_host, losses_on_host;
 
   Stream compute;
   Blas blas{compute};
