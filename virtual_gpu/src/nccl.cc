@@ -424,11 +424,14 @@ Picoseconds meet(Stream& stream, const Slot& slot, Batch& batch, const Request& 
 void copy_pair(Lock& lock, Transfer& send, Transfer& recv) {
   send.copying = recv.copying = true;
   lock.get().unlock();
-  observe(&send.posted);
-  observe(&recv.posted);
-  if (!skip_math()) std::memmove(recv.request.recv, send.request.send, send.request.bytes());
-  publish(&send.finished);
-  publish(&recv.finished);
+  {
+    Aloud aloud;  // the lock is open, but its Quiet goes on
+    observe(&send.posted);
+    observe(&recv.posted);
+    if (!skip_math()) std::memmove(recv.request.recv, send.request.send, send.request.bytes());
+    publish(&send.finished);
+    publish(&recv.finished);
+  }
   lock.get().lock();
   const Link between = link(hardware(), std::min(send.device, recv.device),
                             std::max(send.device, recv.device));

@@ -68,6 +68,20 @@ struct Quiet {
     AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
   }
 };
+// Inside a Quiet, for the course's own data: the sanitizer sees this again.
+struct Aloud {
+  Aloud() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+    AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
+  }
+  Aloud(const Aloud&) = delete;
+  ~Aloud() {
+    AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+};
 inline void publish(void* tag) { __tsan_release(tag); }
 inline void observe(void* tag) { __tsan_acquire(tag); }
 inline void note_read(const void* p, size_t n) { __tsan_read_range(const_cast<void*>(p), n); }
@@ -76,6 +90,10 @@ inline void note_write(void* p, size_t n) { __tsan_write_range(p, n); }
 struct Quiet {
   Quiet() {}
   ~Quiet() {}
+};
+struct Aloud {
+  Aloud() {}
+  ~Aloud() {}
 };
 inline void publish(void*) {}
 inline void observe(void*) {}
