@@ -135,7 +135,7 @@ class Trainer {
   }
 
   double loss_of(int64_t t) {
-    real value = 0;
+    real& value = losses_on_host[t];
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -144,14 +144,13 @@ class Trainer {
   Result collect() {
     Result result;
     result.bytes_sent_per_step = T ? rank.world.traffic.bytes / T : 0;
-    result.weights.resize(shape.parameters());
     for (int s = 0; s < p; ++s)  // through rank 0's gradient buffer, which is free now
-      bring_to_rank_0(&result.weights[begin(s)], parameters.data(), begin(s + 1) - begin(s), s,
+      bring_to_rank_0(&parameters_on_host[begin(s)], parameters.data(), begin(s + 1) - begin(s), s,
                       gradient.data(), begin(1), rank, compute);
-    std::vector<real> loss(T);
-    losses.download(loss.data(), losses.size(), compute);
+    losses.download(losses_on_host.data(), losses.size(), compute);
     rank.wait(compute);
-    result.losses.assign(loss.begin(), loss.end());
+    if (r == 0) result.weights = parameters_on_host;
+    result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.peak_memory = memory_use().peak;
     return result;
@@ -176,7 +175,8 @@ class Trainer {
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
-  std::vector<real> parameters_on_host;
+  // What is copied to the host outlives the streams: a wait that fails leaves the copy under way.
+  std::vector<real> parameters_on_host, losses_on_host = std::vector<real>(T);
 
   Stream compute;
   Blas blas{compute};

@@ -179,12 +179,13 @@ TEST_CASE("04: a GPU holds its own layers and no more") {
 
 TEST_CASE("04: trains a network that is too large for one GPU") {
   const std::string network = " --hidden 300,300,300,300,300 --steps 3 --quiet";
-  const Outcome one = run_command("VIRTUAL_GPU_MEMORY=3M " + program("01_single_gpu") + network);
+  const std::string small = "VIRTUAL_GPU_MEMORY=4M ";
+  const Outcome one = run_command(small + program("01_single_gpu") + network);
   INFO(one.err);
   REQUIRE(one.status == 1);
   REQUIRE(one.err.find("out of memory") != std::string::npos);
   const TemporaryFolder folder;
-  const Outcome four = run_command("VIRTUAL_GPU_MEMORY=3M " + program(name) + network +
+  const Outcome four = run_command(small + program(name) + network +
                                    " --gpus 4 --save " + folder.path("four"));
   INFO(four.err);
   REQUIRE(four.status == 0);
@@ -229,7 +230,8 @@ TEST_CASE("04: one GPU works at a time, so that each of p works 1/p of the time"
       REQUIRE(total(own) == 7 * work / p);  // six updates and the warm-up's
       all.insert(all.end(), own.begin(), own.end());
     }
-    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.start < b.start; });
+    std::sort(all.begin(), all.end(),
+              [](const auto& a, const auto& b) { return a.start < b.start; });
     for (size_t i = 1; i < all.size(); ++i) REQUIRE(all[i].start >= all[i - 1].end);
     // Six updates take six times the work of one, so a GPU is busy 1/p of them.
     REQUIRE(all.back().end - all[all.size() / 7].start == 6 * work);

@@ -39,7 +39,8 @@ std::vector<Drawn> drawn(const std::vector<std::string>& lines) {
       if (line[at] == '.') continue;
       const std::string cell = line.substr(at, 4);
       const int chunk = static_cast<int>(std::count(cell.begin(), cell.end(), '\''));
-      rows.back().works.push_back({{cell[0] == 'F', chunk, cell[1] - '0'}, static_cast<int>(at) / 4});
+      const Work work{cell[0] == 'F', chunk, cell[1] - '0'};
+      rows.back().works.push_back({work, static_cast<int>(at) / 4});
     }
   }
   return rows;
@@ -177,7 +178,7 @@ TEST_CASE("06: any table has every forward and backward once and in order, and c
 // of each sum's magnitude an update, and updates add up: chapter.cuh's `rounding`. Under 1e-12 in
 // double. Between schedules and numbers of stages nothing differs: the same products, added up in
 // the order of the micro-batches.
-TEST_CASE("06: every schedule on any number of ranks has the bits of one stage, and is chapter 01") {
+TEST_CASE("06: every schedule on any number of ranks has one stage's bits and is chapter 01") {
   const Dataset data = uneven_data(21, 5, 3);  // the last batch of 8 is 5, of 10 it is 1
   for (const int batch : {8, 10})
     for (const int m : {1, 2, 3, 5, 8}) {
@@ -399,7 +400,9 @@ TEST_CASE("06: nothing is sent before it is computed, used before it is there, o
         const auto settings =
             settings_of(hidden, slow_first ? 3 : 40, 64, 3, 2, m, schedule);
         run(settings, shaped);
-        const auto k_of = [](const char* way, int k) { return way + std::string(" ") + std::to_string(k); };
+        const auto k_of = [](const std::string& way, int k) {
+          return way + " " + std::to_string(k);
+        };
         for (int t = 0; t < 4; ++t)
           for (int k = 0; k < m; ++k) {
             const std::string F = k_of("F", k), B = k_of("B", k);
