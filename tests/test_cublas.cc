@@ -228,7 +228,7 @@ TEST_CASE("gemm refuses what cuBLAS refuses, and says what is wrong") {
   refused(value, "alpha is null", [](auto& g) { g.alpha = nullptr; });
   refused(value, "beta is null", [](auto& g) { g.beta = nullptr; });
   refused(value, "alpha", [](auto& g) { g.alpha = g.a; });  // device memory: pointer mode is host
-  refused(value, "operation 7", [](auto& g) { g.tb = static_cast<cublasOperation_t>(7); });
+  refused(value, "operation 3", [](auto& g) { g.tb = static_cast<cublasOperation_t>(3); });
   refused(value, "operation 3", [](auto& g) { g.ta = static_cast<cublasOperation_t>(3); });
 }
 
