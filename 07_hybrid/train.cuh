@@ -187,7 +187,7 @@ class Trainer {
 
   double loss_of(int64_t t) {
     sum_losses(t + 1);
-    real value = 0;
+    real& value = losses_on_host[t];
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -201,11 +201,11 @@ class Trainer {
                             {"pipeline", links.bytes_sent() / std::max<int64_t>(T, 1)},
                             {"tensor", tensor.traffic.bytes / std::max<int64_t>(T, 1)}};
     for (const auto& [kind, bytes] : result.bytes_by_kind) result.bytes_sent_per_step += bytes;
-    bring_mesh_to_rank_0(result.weights, parameters, gradient, shape, here, tp, rank, compute);
-    std::vector<real> loss(T);
-    losses.download(loss.data(), losses.size(), compute);
+    bring_mesh_to_rank_0(result.weights, parameters_on_host, parameters, gradient, shape, here, tp,
+                         rank, compute);
+    losses.download(losses_on_host.data(), T, compute);
     rank.wait(compute);
-    result.losses.assign(loss.begin(), loss.end());
+    result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.peak_memory = memory_use().peak;
     return result;
@@ -234,7 +234,8 @@ class Trainer {
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
-  std::vector<real> parameters_on_host;
+  // What is copied to the host outlives the streams: a wait that fails leaves the copy under way.
+  std::vector<real> parameters_on_host, losses_on_host = std::vector<real>(T);
   int64_t summed = 0;  // of how many updates `losses` holds the global batch's
   Stream compute, communication;
   Blas blas{compute};

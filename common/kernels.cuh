@@ -3,7 +3,13 @@
 // Outputs come first, then inputs, sizes, and the stream (or the BLAS handle on that stream).
 // Every kernel is a grid-stride loop without shared memory: right for any launch shape.
 // rows = 0 is allowed everywhere: a rank without samples contributes zeros.
+// T may be a 16-bit format for what a layer reads and makes; sums are taken in Wide<T>.
 #pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "gpu.cuh"
 #include "sgd.h"
@@ -13,29 +19,34 @@ inline __device__ int64_t first_index() {
 }
 inline __device__ int64_t grid_stride() { return int64_t{gridDim.x} * blockDim.x; }
 
+template <class T>
+using Wide = std::conditional_t<std::is_floating_point_v<T>, T, float>;
+
 // ---- matrix products ----------------------------------------------------------------------
 
 inline cudaDataType_t cuda_type(const float*) { return CUDA_R_32F; }
 inline cudaDataType_t cuda_type(const double*) { return CUDA_R_64F; }
+inline cudaDataType_t cuda_type(const __half*) { return CUDA_R_16F; }
+inline cudaDataType_t cuda_type(const __nv_bfloat16*) { return CUDA_R_16BF; }
 inline cublasComputeType_t compute_type(const float*) { return CUBLAS_COMPUTE_32F; }
 inline cublasComputeType_t compute_type(const double*) { return CUBLAS_COMPUTE_64F; }
 
 // C [m, n] = op(A) op(B) + beta C, row-major; op(A) is [m, k], op(B) is [k, n].
 // cuBLAS is column-major, and a row-major matrix is its transpose there, so this asks for
 // C^T = op(B)^T op(A)^T: the operands swap places and nothing is copied.
-template <class T>
-void matmul(T* c, const T* a, bool transpose_a, const T* b, bool transpose_b, int m, int n,
+template <class C, class T>
+void matmul(C* c, const T* a, bool transpose_a, const T* b, bool transpose_b, int m, int n,
             int k, double beta, const Blas& blas) {
   if (m == 0 || n == 0) return;
   if (k == 0) {  // an empty sum; what cuBLAS does with k = 0 is not promised
-    if (beta == 0) CHECK(cudaMemsetAsync(c, 0, int64_t{m} * n * sizeof(T), blas.stream()));
+    if (beta == 0) CHECK(cudaMemsetAsync(c, 0, int64_t{m} * n * sizeof(C), blas.stream()));
     return;
   }
-  const T one = 1, beta_t = static_cast<T>(beta);
+  const Wide<C> one = 1, beta_c = static_cast<Wide<C>>(beta);
   CHECK(cublasGemmEx(blas, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
                      transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, b, cuda_type(b),
-                     transpose_b ? k : n, a, cuda_type(a), transpose_a ? m : k, &beta_t, c,
-                     cuda_type(c), n, compute_type(c), CUBLAS_GEMM_DEFAULT));
+                     transpose_b ? k : n, a, cuda_type(a), transpose_a ? m : k, &beta_c, c,
+                     cuda_type(c), n, compute_type(&one), CUBLAS_GEMM_DEFAULT));
 }
 
 // y [rows, d_out] = x [rows, d_in] W^T
@@ -46,8 +57,8 @@ void forward_matmul(T* y, const T* x, const T* weight, int rows, int d_out, int 
 }
 
 // dW [d_out, d_in] = dy^T x + beta dW; beta = 1 adds to what earlier micro-batches left.
-template <class T>
-void backward_weight(T* dweight, const T* dy, const T* x, int rows, int d_out, int d_in,
+template <class G, class T>
+void backward_weight(G* dweight, const T* dy, const T* x, int rows, int d_out, int d_in,
                      double beta, const Blas& blas) {
   matmul(dweight, dy, true, x, false, d_out, d_in, rows, beta, blas);
 }
@@ -92,8 +103,8 @@ inline void load_labels(int32_t* label, const int32_t* labels, const int32_t* or
 template <class T>
 __global__ void bias_kernel(T* y, const T* bias, int64_t rows, int64_t d, bool relu) {
   for (int64_t i = first_index(); i < rows * d; i += grid_stride()) {
-    const T z = y[i] + bias[i % d];
-    y[i] = relu && !(z > T{0}) ? T{0} : z;
+    const Wide<T> z = static_cast<Wide<T>>(y[i]) + static_cast<Wide<T>>(bias[i % d]);
+    y[i] = static_cast<T>(relu && !(z > Wide<T>{0}) ? Wide<T>{0} : z);
   }
 }
 template <class T>
@@ -106,7 +117,7 @@ void forward_bias(T* y, const T* bias, int rows, int d, bool relu, cudaStream_t 
 template <class T>
 __global__ void backward_relu_kernel(T* dy, const T* y, int64_t n) {
   for (int64_t i = first_index(); i < n; i += grid_stride())
-    dy[i] = y[i] > T{0} ? dy[i] : T{0};
+    dy[i] = static_cast<Wide<T>>(y[i]) > Wide<T>{0} ? dy[i] : static_cast<T>(Wide<T>{0});
 }
 template <class T>
 void backward_relu(T* dy, const T* y, int64_t n, cudaStream_t stream) {
@@ -115,18 +126,18 @@ void backward_relu(T* dy, const T* y, int64_t n, cudaStream_t stream) {
 
 // db [d] = column sums of dy [rows, d] + beta db. One thread a column and the rows in order:
 // the sum has one order, so its bits repeat.
-template <class T>
-__global__ void backward_bias_kernel(T* dbias, const T* dy, int64_t rows, int64_t d, T beta) {
+template <class G, class T>
+__global__ void backward_bias_kernel(G* dbias, const T* dy, int64_t rows, int64_t d, G beta) {
   for (int64_t j = first_index(); j < d; j += grid_stride()) {
-    T sum = beta == T{0} ? T{0} : beta * dbias[j];
-    for (int64_t i = 0; i < rows; ++i) sum += dy[i * d + j];
+    G sum = beta == G{0} ? G{0} : beta * dbias[j];
+    for (int64_t i = 0; i < rows; ++i) sum += static_cast<G>(dy[i * d + j]);
     dbias[j] = sum;
   }
 }
-template <class T>
-void backward_bias(T* dbias, const T* dy, int rows, int d, double beta, cudaStream_t stream) {
-  launch(stream, d, backward_bias_kernel<T>, dbias, dy, int64_t{rows}, int64_t{d},
-         static_cast<T>(beta));
+template <class G, class T>
+void backward_bias(G* dbias, const T* dy, int rows, int d, double beta, cudaStream_t stream) {
+  launch(stream, d, backward_bias_kernel<G, T>, dbias, dy, int64_t{rows}, int64_t{d},
+         static_cast<G>(beta));
 }
 
 // ---- loss ---------------------------------------------------------------------------------

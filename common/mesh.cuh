@@ -48,12 +48,12 @@ inline void refuse_mesh(const MeshConfig& c, const Shape& shape) {
 }
 
 // Replica 0's stages and shards, put together on rank 0's host: no GPU ever holds all of them. All
-// ranks call. `mailbox` is rank 0's, as large as its own parameters.
-inline void bring_mesh_to_rank_0(std::vector<real>& all, const Buffer<real>& own,
-                                 const Buffer<real>& mailbox, const Shape& shape,
-                                 const Placement& here, int tp, Rank& rank, cudaStream_t stream) {
+// ranks call. `mailbox` is rank 0's, as large as its own parameters; `part` is for what is copied.
+inline void bring_mesh_to_rank_0(std::vector<real>& all, std::vector<real>& part,
+                                 const Buffer<real>& own, const Buffer<real>& mailbox,
+                                 const Shape& shape, const Placement& here, int tp, Rank& rank,
+                                 cudaStream_t stream) {
   const int64_t most = Placement(shard(shape, 0, tp), here.stages, 0, here.p).local(shape.layers());
-  std::vector<real> part;
   for (int t = 0; t < tp; ++t) {
     const Placement there(shard(shape, t, tp), here.stages, here.r, here.p);
     part.resize(there.shape.parameters());
@@ -61,6 +61,6 @@ inline void bring_mesh_to_rank_0(std::vector<real>& all, const Buffer<real>& own
       bring_to_rank_0(&part[there.begin(s)], own + here.local(here.stages[s].first), there.size(s),
                       s % here.p * tp + t, mailbox.data(), most, rank, stream);
     rank.wait(stream);
-    place_shard(all, part, shape, t, tp);
+    if (rank.rank == 0) place_shard(all, part, shape, t, tp);
   }
 }

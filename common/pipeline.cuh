@@ -149,15 +149,17 @@ struct Placement {
 // One layer's activations, or their gradients, of the micro-batches in flight: micro-batch k is in
 // slot k mod slots. A chunk finishes its micro-batches in the order in which it began them, so a
 // slot is free again when its turn comes.
-struct Ring {
-  Ring(int slots, int64_t numbers) : numbers(numbers), data(slots * numbers), events(slots) {}
-  real* operator()(int k) const { return data + k % events.size() * numbers; }
+template <class T>
+struct RingOf {
+  RingOf(int slots, int64_t numbers) : numbers(numbers), data(slots * numbers), events(slots) {}
+  T* operator()(int k) const { return data + k % events.size() * numbers; }
   const Event& done(int k) const { return events[k % events.size()]; }
 
   int64_t numbers;
-  Buffer<real> data;          // [slots, numbers]
+  Buffer<T> data;             // [slots, numbers]
   std::vector<Event> events;  // of a slot that is sent: was sent; of one received: was read
 };
+using Ring = RingOf<real>;
 
 // How many slots rank r needs for a[l] and for da[l]; 0 where it has no part in them.
 struct Slots {
@@ -187,7 +189,8 @@ struct Link {
 
   // Takes in micro-batch k as soon as its slot is free, while `compute` is still busy with others;
   // only what `compute` gets from now on waits for it.
-  void receive(const Ring& ring, int k, int64_t n, const Stream& compute) {
+  template <class T>
+  void receive(const RingOf<T>& ring, int k, int64_t n, const Stream& compute) {
     stream.wait(ring.done(k));
     pair.recv(ring(k), n, 0, stream);
     moved.record(stream);
@@ -196,7 +199,8 @@ struct Link {
   // Sends it once `compute` has done what it got so far. Before `compute` writes to the slot again
   // it must wait for ring.done(k), unless it has what the receiver made of it: an activation's
   // gradient comes back only after the activation has left.
-  void send(const Ring& ring, int k, int64_t n, const Stream& compute) {
+  template <class T>
+  void send(const RingOf<T>& ring, int k, int64_t n, const Stream& compute) {
     moved.record(compute);
     stream.wait(moved);
     pair.send(ring(k), n, 1, stream);
