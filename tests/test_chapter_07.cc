@@ -366,9 +366,9 @@ TEST_CASE("07: gradients go over the replicas once a parameter and update, and n
           REQUIRE(tensor_sums["sum " + std::to_string(l)] == m);
       }
       REQUIRE(static_cast<int64_t>(data_sums.size()) == last - first);
-      REQUIRE(data_bytes == Approx(2.0 * (f.dp - 1) / f.dp * gradient).margin(double(last - first)));
-      REQUIRE(results[rank].bytes_by_kind[0].second ==
-              Approx(2.0 * (f.dp - 1) / f.dp * gradient).epsilon(1e-12));
+      const double to_send = 2.0 * (f.dp - 1) / f.dp * gradient;
+      REQUIRE(data_bytes == Approx(to_send).margin(double(last - first)));
+      REQUIRE(results[rank].bytes_by_kind[0].second == Approx(to_send).epsilon(1e-12));
       // 10 samples in all 4 micro-batches and replicas, whatever their sizes.
       const double rows = double(share(10, rank / (f.pp * f.tp), f.dp).size());
       double sums = 0, border = 0;
@@ -486,8 +486,10 @@ TEST_CASE("07: products and factors that do not fit are refused with both number
   require_refused(name, "--dp 1000000 --pp 1000000 --tp 1000000", {"8 ranks given"});
   require_refused(name, "--pp 4", {"--pp", "4 stages", "network has 3"});
   require_refused(name, "--schedule interleaved", {"--pp", "2 stages of 2 --chunks", "has 3"});
-  require_refused(name, "--pp 1 --tp 4 --hidden 3", {"--tp", "4 shards", "3 output units", "layer 0"});
-  require_refused(name, "--gpus 11 --pp 1 --tp 11", {"--tp", "11 shards", "10 output", "--classes"});
+  require_refused(name, "--pp 1 --tp 4 --hidden 3",
+                  {"--tp", "4 shards", "3 output units", "layer 0"});
+  require_refused(name, "--gpus 11 --pp 1 --tp 11",
+                  {"--tp", "11 shards", "10 output", "--classes"});
   require_refused(name, "--microbatches 65", {"--microbatches", "65", "64 samples"});
   for (const char* zero : {"--dp", "--pp", "--tp", "--microbatches"})
     for (const char* value : {" 0", " -1", " two"})
@@ -496,7 +498,7 @@ TEST_CASE("07: products and factors that do not fit are refused with both number
 
 TEST_CASE("07: a model too large for one GPU trains on a mesh") {
   const std::string options = " --hidden 512,512 --batch 16 --steps 2 --quiet";
-  const std::string memory = sizeof(real) == 4 ? "VIRTUAL_GPU_MEMORY=2M " : "VIRTUAL_GPU_MEMORY=4M ";
+  const std::string memory = "VIRTUAL_GPU_MEMORY=" + std::to_string(sizeof(real) / 2) + "M ";
   const Outcome alone = run_command(memory + program(name) + options + " --gpus 1 --pp 1");
   REQUIRE(alone.status == 1);
   REQUIRE(alone.err.find("out of memory") != std::string::npos);
