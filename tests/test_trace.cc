@@ -206,6 +206,20 @@ TEST_CASE("boxes are phases: what touches under one range is one, a pause divide
   CHECK(with(bare) == Titles{"forward 1: 0 to 10 us", "call: 10 to 20 us"});
 }
 
+TEST_CASE("a stream in which nothing takes time has no row, a GPU always has one") {
+  const std::vector<Operation> all = {operation(0, 0, Kind::gemm, "x", 0, 10),
+                                      operation(0, 1, Kind::transfer, "x", 5, 5),
+                                      operation(1, 0, Kind::kernel, "x", 5, 5),
+                                      operation(1, 1, Kind::transfer, "x", 5, 10),
+                                      operation(2, 0, Kind::transfer, "x", 5, 5),
+                                      operation(2, 1, Kind::transfer, "x", 5, 5)};
+  const std::vector<std::string> lines = lines_of(draw_text(all));
+  REQUIRE(lines.size() == 3 + 2);
+  CHECK(lines[0].substr(0, 20) == "GPU 0  compute X----");
+  CHECK(lines[1].substr(0, 20) == "GPU 1  comm    .....");
+  CHECK(lines[2].substr(0, 5) == "GPU 2");
+}
+
 TEST_CASE("SVG: kinds of work are told apart, by pattern too") {
   const std::string svg = draw_svg({operation(0, 0, Kind::gemm, "forward 0", 0, 10),
                                     operation(0, 0, Kind::kernel, "F 1", 10, 20),

@@ -92,7 +92,7 @@ std::string role_of(const std::vector<Box>& boxes) {
     computes |= b.look <= arithmetic;
     talks |= b.look == communication;
   }
-  return computes ? "compute" : talks ? "comm" : "copy";
+  return computes ? "compute" : talks ? "comm" : boxes.empty() ? "" : "copy";
 }
 
 Picture arrange(const std::vector<Operation>& operations) {
@@ -113,6 +113,13 @@ Picture arrange(const std::vector<Operation>& operations) {
       p.rows.push_back({o.device, o.stream, "", {}});
     add(p.rows.back(), box_of(o), p.span);
   }
+  // A stream in which nothing takes time is left out, but no GPU is.
+  std::set<int> shown;
+  for (const Row& row : p.rows)
+    if (!row.boxes.empty()) shown.insert(row.device);
+  p.rows.erase(std::remove_if(p.rows.begin(), p.rows.end(), [&](const Row& row) {
+    return row.boxes.empty() && !shown.insert(row.device).second;
+  }), p.rows.end());
   for (Row& row : p.rows) row.role = role_of(row.boxes);
   p.busy = busy_parts(operations, p.span);
   return p;
@@ -142,7 +149,9 @@ std::vector<Tick> ticks(Picoseconds span, int most, const char* micro) {
 
 // ---- SVG -----------------------------------------------------------------------------------
 
-constexpr double left = 128, right = 930, row_height = 24, row_gap = 2, gpu_gap = 9, top = 50;
+constexpr double left = 128, right = 930, row_gap = 2, gpu_gap = 9, top = 50;
+
+double height_of(const Row& row) { return row.role == "compute" ? 24 : 15; }
 
 const struct {
   const char *fill, *dark, *text, *legend;
@@ -193,19 +202,20 @@ std::string title_of(const Box& b, const Picture& p) {  // seen under the pointe
 
 // The label if it fits, else its number, else the number's digits one above the other, else
 // nothing. A character is taken as 0.64 times as wide as the font is high.
-std::string label_in(const Box& b, double x, double y, double width) {
+std::string label_in(const Box& b, double x, double y, double width, double height) {
   const double middle = x + width / 2, wide = 0.64;
   const auto size = [&](const std::string& text) { return (width - 1) / (wide * text.size()); };
   std::string more = format(" fill='%s'", looks[b.look].text);
   if (b.look >= communication) more += " stroke='#fff' stroke-width='3' paint-order='stroke'";
   for (const std::string& text : {b.label(), b.number}) {
-    const double fits = std::min(13.0, size(text) + (text == b.number ? 0.5 : -1));
+    const double margin = text == b.number ? 0.5 : -1;
+    const double fits = std::min(height < 20 ? 11.0 : 13.0, size(text) + margin);
     const double least = text.size() == 1 ? 8 : text == b.number ? 10 : 11;
     if (!text.empty() && fits >= least)
-      return write_at(middle, y + 12 + 0.36 * fits, fits, "middle", text, more);
+      return write_at(middle, y + height / 2 + 0.36 * fits, fits, "middle", text, more);
   }
   const double high = std::min(12.0, size("0") + 0.5);
-  if (b.number.size() != 2 || high < 8) return "";
+  if (b.number.size() != 2 || high < 8 || height < 20) return "";
   return write_at(middle, y + 11, high, "middle", b.number.substr(0, 1), more) +
          write_at(middle, y + 21.5, high, "middle", b.number.substr(1), more);
 }
@@ -317,17 +327,18 @@ std::string draw_svg(const std::vector<Operation>& operations) {
       body += write_at(994, y + 18, 17, "end", format("%.0f %%", 100 * p.busy.at(row.device)),
                        " font-weight='bold'");
     }
-    body += write_at(left - 6, y + 16, 12, "end", row.role);
+    const double height = height_of(row);
+    body += write_at(left - 6, y + height / 2 + 4, 12, "end", row.role);
     body += format("<rect x='%.2f' y='%.2f' width='%.2f' height='%.2f' fill='#ececec'/>\n", left, y,
-                   right - left, row_height);
+                   right - left, height);
     for (const Box& b : row.boxes) {
       const double scale = (right - left) / double(p.span);
       const double x = left + double(b.start - p.first) * scale;
       const double width = double(b.end - b.start) * scale;
-      body += rectangle(x, y, width, row_height, b.look, title_of(b, p));
-      body += label_in(b, x, y, width);
+      body += rectangle(x, y, width, height, b.look, title_of(b, p));
+      body += label_in(b, x, y, width, height);
     }
-    y += row_height + row_gap;
+    y += height + row_gap;
     previous = &row;
   }
   const double height = y + 4 + 30;
