@@ -303,6 +303,12 @@ TEST_CASE("SVG: with 8 GPUs and 32 micro-batches every box has its number, insid
     wrong += inside != number && inside != box.text.substr(0, box.text.find(':'));
   }
   CHECK(wrong == 0);
+  // A row of communication is too low for two digits one above the other.
+  const std::string slim = draw_svg({operation(0, 0, Kind::gemm, "F 12", 0, 11),
+                                     operation(0, 0, Kind::gemm, "x", 11, 1000),
+                                     operation(0, 1, Kind::transfer, "send 34", 0, 11)});
+  CHECK(slim.find(">2</text>") != std::string::npos);
+  CHECK(slim.find(">4</text>") == std::string::npos);
   CHECK(elements(svg, "svg").at(0).number("width") == 1000);
   CHECK(elements(svg, "svg").at(0).number("height") < 700);
 }
