@@ -146,6 +146,7 @@ class Server {
 
   // Every worker's first round, but for its update; initialise() undoes what it did.
   void warm_up() {
+    Range range("warm-up");  // its steps are none of the timeline's
     initialise();
     hand_out(0);
     for (int w = 0; w < W; ++w) {

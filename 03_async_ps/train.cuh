@@ -120,6 +120,7 @@ class Trainer {  // a worker; the server is in server.cuh
   // The first use of a kernel, a matrix shape or a connection loads code and allocates. One round
   // before the clock starts gets that over with; the server forgets it.
   void warm_up() {
+    Range range("warm-up");  // its steps are none of the timeline's
     if (pull() < T) {
       for (int64_t t = 0; t < T && plan[t].epoch == 0; ++t)  // a whole batch and a short last one
         if (t == 0 || plan[t].samples < plan[0].samples) compute_gradient(t);

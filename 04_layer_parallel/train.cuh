@@ -129,6 +129,7 @@ class Trainer {
   // The first use of a kernel, a matrix shape or a pair of ranks loads code and allocates. One
   // step before the clock starts gets that over with; initialise() then undoes what it did.
   void warm_up() {
+    Range range("warm-up");  // its steps are none of the timeline's
     initialise();
     if (T > 0) step(0);
     rank.wait(compute);

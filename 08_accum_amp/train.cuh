@@ -202,6 +202,7 @@ class Trainer {
   // step before the clock starts gets that over with; initialise() then undoes what it did. A
   // short last batch gets one too, for a replica may have rows of it and none of the others.
   void warm_up() {
+    Range range("warm-up");  // its steps are none of the timeline's
     initialise();
     for (int64_t t = 0; t < T && plan[t].epoch == 0; ++t)
       if (t == 0 || plan[t].samples < plan[0].samples) step(t);
