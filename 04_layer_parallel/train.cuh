@@ -178,7 +178,6 @@ class Trainer {
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());
   // What is copied to the host outlives the streams: a wait that fails leaves the copy under way.
   std::vector<real> parameters_on_host, losses_on_host = std::vector<real>(T);
-
   Stream compute;
   Blas blas{compute};
   Event start, stop;

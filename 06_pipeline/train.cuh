@@ -163,7 +163,6 @@ class Trainer {
   real* bias(int l) { return weight(l) + shape.weight_size(l); }    // [d_l+1]
   real* dweight(int l) { return gradient + here.local(l); }         // [d_l+1, d_l]
   real* dbias(int l) { return dweight(l) + shape.weight_size(l); }  // [d_l+1]
-
   const Settings& settings;
   Rank& rank;
   const Dataset& data;
