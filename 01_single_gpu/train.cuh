@@ -114,6 +114,7 @@ class Trainer {
 
   double loss_of(int64_t t) {
     real& value = losses_on_host[t];
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;

@@ -212,6 +212,7 @@ class Trainer {
   double loss_of(int64_t t) {
     sum_losses(t + 1);
     real& value = losses_on_host[t];
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -228,6 +229,7 @@ class Trainer {
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.bytes_sent_per_step = T ? rank.world.traffic.bytes / T : 0;
     result.peak_memory = memory_use().peak;
+    rank.meet();  // likewise: to free memory early could stop the others' kernels
     return result;
   }
 

@@ -110,6 +110,7 @@ class Trainer {  // a worker; the server is in server.cuh
       line[me].recv(parameters.data(), P, 0, compute);
       line[me].recv(number.data(), 1, 0, compute);
     }
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     number.download(&number_on_host, 1, compute);
     rank.wait(compute);
     return number_on_host;

@@ -37,6 +37,7 @@ class Trainer {
   }
 
   Result train() {
+    rank.meet();  // a rank that still allocated could wait for a peer that waits for it
     warm_up();
     initialise();
     start.record(compute);
@@ -137,6 +138,7 @@ class Trainer {
 
   double loss_of(int64_t t) {
     real& value = losses_on_host[t];
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -154,6 +156,7 @@ class Trainer {
     result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.peak_memory = memory_use().peak;
+    rank.meet();  // likewise: to free memory early could stop the others' kernels
     return result;
   }
 

@@ -33,6 +33,7 @@ class Trainer {
   }
 
   Result train() {
+    rank.meet();  // a rank that still allocated could wait for a peer that waits for it
     warm_up();
     initialise();
     tensor.traffic = {};  // from here on: what the steps send
@@ -137,6 +138,7 @@ class Trainer {
     losses_on_host.resize(n);
     shown.copy(losses + t, n, compute);
     if (is_column(L - 1)) rank.world.all_reduce(shown.data(), n, compute);
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     shown.download(losses_on_host.data(), n, compute);
     rank.wait(compute);
     return losses_on_host;
@@ -158,6 +160,7 @@ class Trainer {
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.bytes_sent_per_step = T ? tensor.traffic.bytes / T : 0;
     result.peak_memory = memory_use().peak;
+    rank.meet();  // likewise: to free memory early could stop the others' kernels
     return result;
   }
 

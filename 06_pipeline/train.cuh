@@ -37,6 +37,7 @@ class Trainer {
   }
 
   Result train() {
+    rank.meet();  // a rank that still allocated could wait for a peer that waits for it
     warm_up();
     initialise();
     start.record(compute);
@@ -67,19 +68,19 @@ class Trainer {
 
   void forward_stage(int first, int last, int k, int64_t sample, int rows) {
     if (first == 0) load_pixels(a[0](k), pixels, order + sample, rows, shape.width[0], compute);
-    else links.activations_in->receive(a[first], k, rows * shape.width[first], compute);
+    else links.activations_in->receive(a[first], k, int64_t{rows} * shape.width[first], compute);
     for (int l = first; l < last; ++l) forward(l, k, rows);
-    if (last < L) links.activations_out->send(a[last], k, rows * shape.width[last], compute);
+    if (last < L) links.activations_out->send(a[last], k, int64_t{rows} * shape.width[last], compute);
   }
 
   void backward_stage(int first, int last, int k, int64_t sample, int rows, int64_t t) {
     if (last == L) compute_loss(t, k, sample, rows);
-    else links.gradients_in->receive(da[last], k, rows * shape.width[last], compute);
+    else links.gradients_in->receive(da[last], k, int64_t{rows} * shape.width[last], compute);
     if (first > 0) compute.wait(da[first].done(k));  // until what was in its slot is sent
     for (int l = last - 1; l >= first; --l) backward(l, k, rows);
     if (last < L) da[last].done(k).record(compute);  // this slot, and a[first]'s, can be filled
     if (first > 0) a[first].done(k).record(compute);
-    if (first > 0) links.gradients_out->send(da[first], k, rows * shape.width[first], compute);
+    if (first > 0) links.gradients_out->send(da[first], k, int64_t{rows} * shape.width[first], compute);
   }
 
   // Rank 0 reports, and only the last rank knows the loss. At the step's end nobody waits for it.
@@ -138,6 +139,7 @@ class Trainer {
 
   double loss_of(int64_t t) {
     real& value = losses_on_host[t];
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -154,6 +156,7 @@ class Trainer {
     result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.peak_memory = memory_use().peak;
+    rank.meet();  // likewise: to free memory early could stop the others' kernels
     return result;
   }
 
@@ -169,7 +172,7 @@ class Trainer {
   const Shape shape = network(settings, data.features);
   const int L = shape.layers(), r = rank.rank, p = rank.size;
   const int m = settings.microbatches, v = settings.chunks_on(p);
-  const int64_t b = (settings.batch + m - 1) / m;                   // the largest micro-batch
+  const int64_t b = (settings.batch - 1) / m + 1;                   // the largest micro-batch
   const Placement here{shape, r, p, v};                             // stages r, p + r, ..
   const std::vector<Work> table = schedule_table(settings.schedule, r, p, m, v);
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads

@@ -88,14 +88,14 @@ class Trainer {
 
   void forward_stage(int first, int last, int k, int64_t sample, int rows) {
     if (first == 0) load_pixels(a[0](k), pixels, order + sample, rows, shape.width[0], compute);
-    else links.activations_in->receive(a[first], k, rows * local.width[first], compute);
+    else links.activations_in->receive(a[first], k, int64_t{rows} * local.width[first], compute);
     for (int l = first; l < last; ++l) forward(l, k, rows);
-    if (last < L) links.activations_out->send(a[last], k, rows * local.width[last], compute);
+    if (last < L) links.activations_out->send(a[last], k, int64_t{rows} * local.width[last], compute);
   }
 
   void backward_stage(int first, int last, int k, int64_t sample, int rows, int64_t t) {
     if (last == L) compute_loss(t, k, sample, rows);
-    else links.gradients_in->receive(da[last], k, rows * local.width[last], compute);
+    else links.gradients_in->receive(da[last], k, int64_t{rows} * local.width[last], compute);
     if (first > 0) compute.wait(da[first].done(k));  // until what was in its slot is sent
     for (int l = last - 1; l >= first; --l) {
       backward(l, k, rows);
@@ -103,7 +103,7 @@ class Trainer {
     }
     if (last < L) da[last].done(k).record(compute);  // this slot, and a[first]'s, can be filled
     if (first > 0) a[first].done(k).record(compute);
-    if (first > 0) links.gradients_out->send(da[first], k, rows * local.width[first], compute);
+    if (first > 0) links.gradients_out->send(da[first], k, int64_t{rows} * local.width[first], compute);
   }
 
   void forward(int l, int k, int rows) {
@@ -235,6 +235,7 @@ class Trainer {
   double loss_of(int64_t t) {
     sum_losses(t + 1);
     real& value = losses_on_host[t];
+    rank.wait(compute);  // a copy to the host may wait too, but asks after no peer
     CHECK(cudaMemcpyAsync(&value, losses + t, sizeof value, cudaMemcpyDeviceToHost, compute));
     rank.wait(compute);
     return value;
@@ -262,6 +263,7 @@ class Trainer {
     result.losses.assign(losses_on_host.begin(), losses_on_host.end());
     result.step_seconds = T ? seconds_between(start, stop) / T : 0;
     result.peak_memory = memory_use().peak;
+    rank.meet();  // likewise: to free memory early could stop the others' kernels
     return result;
   }
 

@@ -222,10 +222,11 @@ inline void largest_of_all(Result& result, Rank& rank) {
   std::vector<double> figures = {double(result.peak_memory), result.bytes_sent_per_step};
   for (const auto& [kind, bytes] : result.bytes_by_kind) figures.push_back(bytes);
   const auto n = static_cast<int64_t>(figures.size());
+  rank.meet();  // the others may still be freeing what they trained with
   Stream stream;
   Buffer<double> on_gpu(n);
   on_gpu.upload(figures, stream);
-  rank.meet();  // the others may still be freeing what they trained with
+  rank.meet();
   rank.world.all_reduce(on_gpu.data(), n, stream, ncclMax);
   on_gpu.download(figures.data(), n, stream);
   rank.wait(stream);

@@ -179,6 +179,8 @@ class Blas : public Owner<cublasHandle_t> {
   explicit Blas(cudaStream_t stream) : stream_(stream) {
     CHECK(cublasCreate(&this->handle_));
     CHECK(cublasSetStream(handle_, stream));
+    // Of 16-bit products too the partial sums are added in 32 bits.
+    CHECK(cublasSetMathMode(this->handle_, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
   }
   Blas(Blas&&) noexcept = default;
   ~Blas() {

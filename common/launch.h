@@ -66,6 +66,8 @@ inline Place place_from_environment() {
                      "; set it to the host of rank 0, and MASTER_PORT to a free "
                      "port there");
     place.port = number_in("MASTER_PORT", 1, 65535);
+    // torchrun's agent listens at that port itself; the next one is as free as any.
+    if (!variable("TORCHELASTIC_RUN_ID").empty()) place.port += place.port < 65535 ? 1 : -1;
     return place;
   }
   return place;
@@ -236,6 +238,7 @@ inline int start_processes(int p, char** argv) {
   set("NCCL_NET", "Socket");
   set("NCCL_SOCKET_IFNAME", "lo");
   set("NCCL_MNNVL_ENABLE", "0");
+  setenv("NCCL_MAX_CTAS", "2", 0);  // all ranks' kernels must fit the GPU at once
   std::signal(SIGCHLD, SIG_DFL);  // were it ignored, waitpid() would learn no status
   std::vector<pid_t> children;
   int status = 0;

@@ -239,6 +239,7 @@ void bring_to_rank_0(T* host, const T* from, int64_t n, int owner, T* mailbox, i
     piece = std::min(most, n - at);
     if (owner != 0 && rank.rank == owner) rank.world.send(from + at, piece, 0, stream);
     if (owner != 0 && rank.rank == 0) rank.world.recv(mailbox, piece, owner, stream);
+    rank.wait(stream);  // a copy to the host may wait too, but asks after no peer
     if (rank.rank == 0)
       CHECK(cudaMemcpyAsync(host + at, owner ? mailbox : from + at, piece * sizeof(T),
                             cudaMemcpyDeviceToHost, stream));
@@ -291,6 +292,7 @@ inline int run_threads(int first, int size, const std::vector<int>& devices,
 
 inline int visible_gpus() {
   setenv("CUDA_MODULE_LOADING", "EAGER", 0);  // a kernel loaded while others spin can deadlock
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // so can two streams that share a queue
   int gpus = 0;
   const cudaError_t status = cudaGetDeviceCount(&gpus);
   if (status != cudaSuccess || gpus == 0)
@@ -304,13 +306,13 @@ inline int run_ranks(const Place& place, int p, bool share_gpu, char** argv, con
   const int gpus = visible_gpus();
   ncclUniqueId id = {};
   if (place.launched) {
-    if (place.rank == 0) CHECK(ncclGetUniqueId(&id));
-    exchange(place, &id, sizeof id);
     // Some launchers show each process its own GPU only.
     const int device = share_gpu || gpus == 1 ? place.local % gpus : place.local;
     if (device >= gpus)
       throw BadInput("local rank " + std::to_string(place.local) + " needs GPU " +
                      std::to_string(device) + ", " + std::to_string(gpus) + " visible");
+    if (place.rank == 0) CHECK(ncclGetUniqueId(&id));
+    exchange(place, &id, sizeof id);  // last: once all have it, nobody may stay away
     return run_threads(place.rank, p, {device}, id, body);
   }
   if (p > gpus && share_gpu) return start_processes(p, argv);

@@ -11,6 +11,8 @@
 #include "kernels.cuh"
 #include "mesh.cuh"
 
+constexpr double largest_scale = 1 << 24, least_scale = 1;
+
 enum class Precision { fp32, fp16, bf16 };  // fp32 stands for `real`
 
 struct MixedConfig : MeshConfig {
@@ -46,9 +48,12 @@ inline void refuse_mixed(const MixedConfig& c, const Shape& shape) {
   if (c.loss_scale && c.precision != Precision::fp16)
     throw BadInput("--loss-scale: " + shortest(c.loss_scale) +
                    " given, only --precision fp16 has a loss scale");
+  // It and its inverse must be ordinary floats, with room for what they multiply.
+  if (c.loss_scale && (c.loss_scale < 0x1p-100 || c.loss_scale > 0x1p100))
+    throw BadInput("--loss-scale: " + shortest(c.loss_scale) +
+                   " given, dynamic or a number from 2^-100 to 2^100 would be right");
 }
 
-constexpr double largest_scale = 1 << 24, least_scale = 1;
 constexpr int patience = 32;  // after so many skips in a row no scale will help
 
 // On every rank's GPU, the same everywhere.

@@ -87,6 +87,14 @@ cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
+cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode) {
+  Call call("cublasSetMathMode");
+  if (const cublasStatus_t s = begin(call, handle)) return s;
+  if (mode != CUBLAS_DEFAULT_MATH && mode != CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)
+    return refuse(call, CUBLAS_STATUS_INVALID_VALUE, format("mode %d is not modelled", mode));
+  return CUBLAS_STATUS_SUCCESS;
+}
+
 cublasStatus_t cublasGetStream(cublasHandle_t handle, cudaStream_t* stream) {
   Call call("cublasGetStream");
   if (const cublasStatus_t s = begin(call, handle)) return s;
