@@ -512,3 +512,45 @@ TEST_CASE("07: a rank that fails in a step ends the program with its cause, on a
   REQUIRE(o.err.find("rank 6: ") == 0);
   REQUIRE(o.err.find("told to fail") != std::string::npos);
 }
+
+TEST_CASE("07: the README points at the lines that it names") {
+  const std::string readme = contents("07_hybrid/README.md");
+  std::vector<std::string> lines = {""};
+  std::istringstream source(contents("07_hybrid/train.cuh"));
+  for (std::string line; std::getline(source, line);) lines.push_back(line);
+  int found = 0;
+  const std::string sign = "()` at line ";
+  for (size_t at = 0; (at = readme.find(sign, at)) != std::string::npos; ++at, ++found) {
+    const size_t begin = readme.rfind('`', at) + 1;
+    const std::string function = readme.substr(begin, at - begin);
+    INFO(function);
+    REQUIRE(lines.at(std::stoul(readme.substr(at + sign.size()))).find(function + "(") !=
+            std::string::npos);
+  }
+  REQUIRE(found == 2);
+}
+
+TEST_CASE("07: make mesh tries all meshes, and another network has another best one") {
+  const std::string mesh = "tools/mesh.sh " + program(name) + " 4 --batch 64 ";
+  const std::string wide = mesh + "--hidden 128,128,128";
+  const Outcome node = run_command("VIRTUAL_GPU=h100 " + wide);
+  INFO(node.out << node.err);
+  REQUIRE(node.status == 0);
+  REQUIRE(std::count(node.out.begin(), node.out.end(), '\n') == 2 + 6 + 1);
+  REQUIRE(node.out.find("best: --dp 4 --pp 1 --tp 1") != std::string::npos);
+  const Outcome slow = run_command("VIRTUAL_GPU=slownet " + wide);
+  REQUIRE(slow.out.find("best: --dp 2 --pp 1 --tp 2") != std::string::npos);
+  REQUIRE(slow.out.find("waits for data sums") != std::string::npos);
+  const Outcome small = run_command(std::string("VIRTUAL_GPU_MEMORY=") +
+                                    (sizeof(real) == 4 ? "118" : "130") +
+                                    "K VIRTUAL_GPU=h100 " + mesh + "--hidden 30,20 --batch 8");
+  INFO(small.out << small.err);
+  REQUIRE(small.out.find("best: --dp 1 --pp 1 --tp 4") != std::string::npos);
+  REQUIRE(small.out.find("does not fit") != std::string::npos);
+  REQUIRE(small.out.find("4 stages need a layer each, the network has 3") != std::string::npos);
+  for (const char* gpus : {"0", "-1", "many", ""}) {
+    const Outcome wrong = run_command("tools/mesh.sh " + program(name) + " '" + gpus + "'");
+    REQUIRE(wrong.status == 2);
+    REQUIRE(wrong.err.find(std::string("\"") + gpus + "\" GPUs") != std::string::npos);
+  }
+}

@@ -637,3 +637,20 @@ TEST_CASE("08: wrong options are refused with what would be right") {
   if (!has_16_bits)
     require_refused(name, "--precision bf16", {"--precision", "bf16", "REAL=float"});
 }
+
+TEST_CASE("08: the README points at the lines that it names") {
+  const std::string readme = contents("08_accum_amp/README.md");
+  std::vector<std::string> lines = {""};
+  std::istringstream source(contents("08_accum_amp/train.cuh"));
+  for (std::string line; std::getline(source, line);) lines.push_back(line);
+  int found = 0;
+  const std::string sign = "()` at line ";
+  for (size_t at = 0; (at = readme.find(sign, at)) != std::string::npos; ++at, ++found) {
+    const size_t begin = readme.rfind('`', at) + 1;
+    const std::string function = readme.substr(begin, at - begin);
+    INFO(function);
+    REQUIRE(lines.at(std::stoul(readme.substr(at + sign.size()))).find(function + "(") !=
+            std::string::npos);
+  }
+  REQUIRE(found == 4);
+}
