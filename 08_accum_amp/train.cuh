@@ -90,7 +90,8 @@ class Trainer {
     if (first == 0) load_pixels(a[0](k), pixels, order + sample, rows, shape.width[0], compute);
     else links.activations_in->receive(a[first], k, int64_t{rows} * local.width[first], compute);
     for (int l = first; l < last; ++l) forward(l, k, rows);
-    if (last < L) links.activations_out->send(a[last], k, int64_t{rows} * local.width[last], compute);
+    if (last < L)
+      links.activations_out->send(a[last], k, int64_t{rows} * local.width[last], compute);
   }
 
   void backward_stage(int first, int last, int k, int64_t sample, int rows, int64_t t) {
@@ -103,7 +104,8 @@ class Trainer {
     }
     if (last < L) da[last].done(k).record(compute);  // this slot, and a[first]'s, can be filled
     if (first > 0) a[first].done(k).record(compute);
-    if (first > 0) links.gradients_out->send(da[first], k, int64_t{rows} * local.width[first], compute);
+    if (first > 0)
+      links.gradients_out->send(da[first], k, int64_t{rows} * local.width[first], compute);
   }
 
   void forward(int l, int k, int rows) {
