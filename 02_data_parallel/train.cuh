@@ -244,7 +244,7 @@ class Trainer {
   Rank& rank;
   const Dataset& data;
   const Shape shape = network(settings, data.features);
-  const int L = shape.layers(), B = settings.batch, p = rank.size;
+  const int L = shape.layers(), B = largest_batch(settings, data.size()), p = rank.size;
   const int b = (B - 1) / p + 1;                              // a rank's rows of a batch, at most
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());

@@ -150,7 +150,8 @@ class Trainer {  // a worker; the server is in server.cuh
   const Dataset& data;
   const Shape shape = network(settings, data.features);
   const int64_t P = shape.parameters();
-  const int L = shape.layers(), B = settings.batch, W = rank.size - 1, me = rank.rank - 1;
+  const int L = shape.layers(), B = largest_batch(settings, data.size());
+  const int W = rank.size - 1, me = rank.rank - 1;
   const bool sync = settings.mode == Mode::sync;
   const int b = sync ? (B - 1) / W + 1 : B;                   // a rank's rows of a batch, at most
   const int slowdown = settings.slowdown ? settings.slowdown : 4;

@@ -173,7 +173,8 @@ class Trainer {
   Rank& rank;
   const Dataset& data;
   const Shape shape = network(settings, data.features);
-  const int L = shape.layers(), B = settings.batch, r = rank.rank, p = rank.size;
+  const int L = shape.layers(), B = largest_batch(settings, data.size());
+  const int r = rank.rank, p = rank.size;
   const std::vector<Share> stages = stage_layers(shape, p);
   const int first = stages[r].first, last = stages[r].last;         // this rank's layers
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads

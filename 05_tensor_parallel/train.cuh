@@ -175,7 +175,7 @@ class Trainer {
   Rank& rank;
   const Dataset& data;
   const Shape shape = network(settings, data.features), local = shard(shape, rank.rank, rank.size);
-  const int L = shape.layers(), B = settings.batch;
+  const int L = shape.layers(), B = largest_batch(settings, data.size());
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads
   const int64_t T = static_cast<int64_t>(plan.size());
   const std::vector<int32_t> order_on_host = sample_order(settings, data.size());

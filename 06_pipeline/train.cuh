@@ -70,7 +70,8 @@ class Trainer {
     if (first == 0) load_pixels(a[0](k), pixels, order + sample, rows, shape.width[0], compute);
     else links.activations_in->receive(a[first], k, int64_t{rows} * shape.width[first], compute);
     for (int l = first; l < last; ++l) forward(l, k, rows);
-    if (last < L) links.activations_out->send(a[last], k, int64_t{rows} * shape.width[last], compute);
+    if (last < L)
+      links.activations_out->send(a[last], k, int64_t{rows} * shape.width[last], compute);
   }
 
   void backward_stage(int first, int last, int k, int64_t sample, int rows, int64_t t) {
@@ -80,7 +81,8 @@ class Trainer {
     for (int l = last - 1; l >= first; --l) backward(l, k, rows);
     if (last < L) da[last].done(k).record(compute);  // this slot, and a[first]'s, can be filled
     if (first > 0) a[first].done(k).record(compute);
-    if (first > 0) links.gradients_out->send(da[first], k, int64_t{rows} * shape.width[first], compute);
+    if (first > 0)
+      links.gradients_out->send(da[first], k, int64_t{rows} * shape.width[first], compute);
   }
 
   // Rank 0 reports, and only the last rank knows the loss. At the step's end nobody waits for it.
@@ -172,7 +174,7 @@ class Trainer {
   const Shape shape = network(settings, data.features);
   const int L = shape.layers(), r = rank.rank, p = rank.size;
   const int m = settings.microbatches, v = settings.chunks_on(p);
-  const int64_t b = (settings.batch - 1) / m + 1;                   // the largest micro-batch
+  const int64_t b = (largest_batch(settings, data.size()) - 1) / m + 1;  // the largest micro-batch
   const Placement here{shape, r, p, v};                             // stages r, p + r, ..
   const std::vector<Work> table = schedule_table(settings.schedule, r, p, m, v);
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads

@@ -233,7 +233,7 @@ class Trainer {
   const int L = shape.layers();
   const bool split_classes = tp > 1 && is_column(L - 1);
   const int m = settings.microbatches, v = settings.chunks_on(p);
-  const int64_t b = (settings.batch - 1) / (int64_t{dp} * m) + 1;   // the largest micro-batch
+  const int64_t b = (largest_batch(settings, data.size()) - 1) / (int64_t{dp} * m) + 1;
   const Placement here{local, stage_layers(shape, p * v), r, p};    // stages r, p + r, ..
   const std::vector<Work> table = schedule_table(settings.schedule, r, p, m, v);
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads

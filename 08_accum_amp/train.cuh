@@ -293,7 +293,7 @@ class Trainer {
   const int m = settings.microbatches, v = settings.chunks_on(p);
   const int K = settings.accumulate;
   const int64_t parts = int64_t{dp} * K * m;                        // of a batch
-  const int64_t b = (settings.batch + parts - 1) / parts;           // the largest micro-batch
+  const int64_t b = (largest_batch(settings, data.size()) - 1) / parts + 1;
   const Placement here{local, stage_layers(shape, p * v), r, p};    // stages r, p + r, ..
   const std::vector<Work> table = schedule_table(settings.schedule, r, p, m, v);
   const std::vector<Update> plan = updates(settings, data.size());  // what each step reads

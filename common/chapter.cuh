@@ -109,7 +109,7 @@ inline void common_options(Config& c, Options& o) {
 // What no chapter can do. Throws BadInput.
 inline void refuse_common(const Config& c, const Shape& shape, int64_t samples) {
   const double updates = c.steps >= 0 ? double(c.steps)
-                                      : double(c.epochs) * double((samples + c.batch - 1) / c.batch);
+                                      : double(c.epochs) * double((samples - 1) / c.batch + 1);
   if (updates * std::min<double>(c.batch, samples) > 0x1p31)
     throw BadInput((c.steps >= 0 ? "--steps " + std::to_string(c.steps)
                                  : "--epochs " + std::to_string(c.epochs)) +
@@ -253,7 +253,8 @@ inline int train_yardstick(const Config& config, const Dataset& data, int device
 inline std::string not_finite(const Result& result) {
   for (size_t t = 0; t < result.losses.size(); ++t)
     if (!std::isfinite(result.losses[t]))
-      return "the loss of update " + std::to_string(t + 1) + " is not finite; a lower --lr may help";
+      return "the loss of update " + std::to_string(t + 1) +
+             " is not finite; a lower --lr may help";
   for (real w : result.weights)
     if (!std::isfinite(w)) return "a weight is not finite; a lower --lr may help";
   return "";
@@ -273,6 +274,9 @@ int run(const Chapter<Settings>& chapter, const Settings& settings, const Option
   if (place.rank == 0) {
     refuse_unwritable("--save", settings.save);
     refuse_unwritable("--report", settings.report);
+    if (!settings.save.empty() && destination(settings.save) == destination(settings.report))
+      throw BadInput("--report: " + settings.report +
+                     " is --save's file too; another would be right");
   }
 
   Report report;
@@ -328,9 +332,11 @@ int chapter_main(int argc, char** argv, const Chapter<Settings>& chapter) {
     if (!options.parse_command_line(argc, argv)) {
       std::printf("%s: %s\n%s\nexample: %s --hidden 256,128 --batch 32 --epochs 5 --check\n",
                   chapter.name.c_str(), chapter.title.c_str(), help.c_str(), argv[0]);
-      return 0;
+      return std::fflush(stdout) ? complain("standard output cannot be written", 1) : 0;
     }
     const int status = run(chapter, settings, options, argv);
+    if (std::fflush(stdout) || std::ferror(stdout))  // a verdict that nobody can read is none
+      return complain("standard output cannot be written", 1);
     return status ? status : teardown_failed() ? 1 : 0;
   } catch (const BadInput& e) {
     return complain(e.what(), 2);

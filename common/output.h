@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <filesystem>
 
 #include "idx.h"
 #include "options.h"
@@ -49,25 +50,40 @@ inline int64_t count_correct(const Shape& shape, const std::vector<real>& weight
 
 // ---- files --------------------------------------------------------------------------------
 
+inline std::string destination(const std::string& path) {
+  std::error_code error;
+  const auto target = std::filesystem::weakly_canonical(path, error);
+  return path.empty() || error ? path : target.string();
+}
+inline bool is_special(const std::string& path) {
+  std::error_code error;
+  const auto status = std::filesystem::status(path, error);
+  return std::filesystem::exists(status) && !std::filesystem::is_regular_file(status) &&
+         !std::filesystem::is_directory(status);
+}
+
 // Whole or not at all: what is being written has another name until it is complete.
 inline std::string temporary_name(const std::string& path) {
   return path + "." + std::to_string(getpid()) + ".part";
 }
 
-inline void write_file(const std::string& path, const std::string& content) {
-  const std::string temporary = temporary_name(path);
+// A link stays a link, and what is no file (a pipe, a device) is written to as it is.
+inline void write_file(const std::string& given, const std::string& content) {
+  const std::string path = destination(given);
+  const std::string temporary = is_special(path) ? path : temporary_name(path);
   std::FILE* file = std::fopen(temporary.c_str(), "wb");
   bool ok = file && std::fwrite(content.data(), 1, content.size(), file) == content.size();
   ok = file && std::fclose(file) == 0 && ok;
-  if (ok && std::rename(temporary.c_str(), path.c_str()) == 0) return;
+  if (ok && (temporary == path || std::rename(temporary.c_str(), path.c_str()) == 0)) return;
   const std::string why = std::strerror(errno);
-  std::remove(temporary.c_str());
+  if (temporary != path) std::remove(temporary.c_str());
   throw std::runtime_error(path + ": cannot be written: " + why);
 }
 
 // Finds out before the training what would otherwise be found out after it.
-inline void refuse_unwritable(const std::string& option, const std::string& path) {
-  if (path.empty()) return;
+inline void refuse_unwritable(const std::string& option, const std::string& given) {
+  const std::string path = destination(given);
+  if (path.empty() || is_special(path)) return;
   struct stat info;
   errno = stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode) ? EISDIR : 0;
   std::FILE* file = errno ? nullptr : std::fopen(temporary_name(path).c_str(), "wb");

@@ -295,6 +295,8 @@ inline int visible_gpus() {
   setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // so can two streams that share a queue
   int gpus = 0;
   const cudaError_t status = cudaGetDeviceCount(&gpus);
+  if (status != cudaSuccess && status != cudaErrorNoDevice && status != cudaErrorInsufficientDriver)
+    CHECK(status);
   if (status != cudaSuccess || gpus == 0)
     throw BadInput("no usable GPU (" + describe(status) +
                    "); build for the virtual GPU with make BACKEND=virtual");

@@ -174,6 +174,11 @@ inline std::vector<Update> updates(const Config& config, int64_t n_samples) {
   return plan;
 }
 
+// The most samples that an update has: what buffers must hold.
+inline int largest_batch(const Config& config, int64_t n_samples) {
+  return static_cast<int>(std::min<int64_t>(config.batch, n_samples));
+}
+
 // The samples of all updates, one after another. Every epoch has its own order: all samples,
 // sorted by their hash.
 inline std::vector<int32_t> sample_order(const Config& config, int64_t n_samples) {
