@@ -19,6 +19,20 @@ inline __device__ int64_t first_index() {
 }
 inline __device__ int64_t grid_stride() { return int64_t{gridDim.x} * blockDim.x; }
 
+// Where a thread is in a matrix of d columns. It divides once and then adds: an integer division
+// for every element would cost more than the element's own work.
+struct MatrixIndex {
+  int64_t i, row, column;
+  __device__ explicit MatrixIndex(int64_t d)
+      : i(first_index()), row(i / d), column(i % d) {}
+  __device__ void advance(int64_t down, int64_t right, int64_t d) {
+    i += grid_stride();
+    row += down;
+    column += right;
+    if (column >= d) column -= d, ++row;
+  }
+};
+
 template <class T>
 using Wide = std::conditional_t<std::is_floating_point_v<T>, T, float>;
 
@@ -76,8 +90,9 @@ void backward_input(T* dx, const T* dy, const T* weight, int rows, int d_out, in
 template <class T>
 __global__ void load_pixels_kernel(T* x, const uint8_t* pixels, const int32_t* order,
                                    int64_t rows, int64_t d) {
-  for (int64_t i = first_index(); i < rows * d; i += grid_stride())
-    x[i] = static_cast<T>(pixels[order[i / d] * d + i % d] / real{255});
+  const int64_t down = grid_stride() / d, right = grid_stride() % d;
+  for (MatrixIndex at(d); at.i < rows * d; at.advance(down, right, d))
+    x[at.i] = static_cast<T>(pixels[order[at.row] * d + at.column] / real{255});
 }
 template <class T>
 void load_pixels(T* x, const uint8_t* pixels, const int32_t* order, int rows, int d,
@@ -102,9 +117,10 @@ inline void load_labels(int32_t* label, const int32_t* labels, const int32_t* or
 // y[i, j] += bias[j], in place, then ReLU where the layer is hidden
 template <class T>
 __global__ void bias_kernel(T* y, const T* bias, int64_t rows, int64_t d, bool relu) {
-  for (int64_t i = first_index(); i < rows * d; i += grid_stride()) {
-    const Wide<T> z = static_cast<Wide<T>>(y[i]) + static_cast<Wide<T>>(bias[i % d]);
-    y[i] = static_cast<T>(relu && !(z > Wide<T>{0}) ? Wide<T>{0} : z);
+  const int64_t down = grid_stride() / d, right = grid_stride() % d;
+  for (MatrixIndex at(d); at.i < rows * d; at.advance(down, right, d)) {
+    const Wide<T> z = static_cast<Wide<T>>(y[at.i]) + static_cast<Wide<T>>(bias[at.column]);
+    y[at.i] = static_cast<T>(relu && !(z > Wide<T>{0}) ? Wide<T>{0} : z);
   }
 }
 template <class T>
