@@ -17,7 +17,7 @@ ifndef BACKEND
     BACKEND := $(if $(GPU_ARCH),cuda,virtual)
     WHY := nvcc and $(if $(GPU_ARCH),a GPU,no GPU)
   endif
-  ifeq ($(filter help clean test,$(MAKECMDGOALS)),)
+  ifeq ($(filter help clean test papers,$(MAKECMDGOALS)),)
     $(info BACKEND=$(BACKEND), for there is $(WHY))
   endif
 endif
@@ -69,7 +69,7 @@ endif
 CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
 
 .DEFAULT_GOAL := all
-.PHONY: all run bench scaling mesh test test-one help tools clean FORCE
+.PHONY: all run bench scaling mesh test test-one papers help tools clean FORCE
 .SECONDARY:
 .SECONDEXPANSION:
 
@@ -172,6 +172,9 @@ test-one: $(PROGRAMS) $(TESTS) $(TEST_PROGRAMS)
 	  echo "== $$t"; COUNTS=$$counts $$t $(TEST_ARGS) < /dev/null || \
 	    grep -qs ' [1-9]' $$counts || echo "0 1" >> $$counts; \
 	done
+
+papers:  ## write docs/papers.md: what papers print, beside the programs' own
+	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float ONLY=test_papers PAPERS=docs/papers.md test-one
 
 # ---- and the rest -------------------------------------------------------------------------
 tools:  ## what this machine has for building, and which package brings what is missing
