@@ -17,7 +17,7 @@ ifndef BACKEND
     BACKEND := $(if $(GPU_ARCH),cuda,virtual)
     WHY := nvcc and $(if $(GPU_ARCH),a GPU,no GPU)
   endif
-  ifeq ($(filter help clean test papers,$(MAKECMDGOALS)),)
+  ifeq ($(filter help clean test papers curves,$(MAKECMDGOALS)),)
     $(info BACKEND=$(BACKEND), for there is $(WHY))
   endif
 endif
@@ -69,7 +69,7 @@ endif
 CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
 
 .DEFAULT_GOAL := all
-.PHONY: all run bench scaling mesh test test-one papers help tools clean FORCE
+.PHONY: all run bench scaling mesh test test-one papers curves help tools clean FORCE
 .SECONDARY:
 .SECONDEXPANSION:
 
@@ -148,6 +148,11 @@ scaling: $$(OUT)/$$(call chapter,$$(or $$(CHAPTER),02))  ## strong and weak scal
 mesh: $$(OUT)/07_hybrid  ## every data x pipeline x tensor mesh of GPUS=8 GPUs: time, bytes, memory
 	@tools/mesh.sh $< $(or $(GPUS),8) $(ARGS)
 
+curves:  ## loss and accuracy by step and by the GPU's clock, as SVG in build/curves
+	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float \
+	  $(patsubst %,$(BUILD)/virtual-float/%,$(filter 01% 02% 03% 08%,$(CHAPTERS)))
+	@tools/curves.sh $(BUILD)/virtual-float $(BUILD)/curves
+
 ## diff-NN           what a chapter changes in the one that it builds on
 diff-%:
 	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
@@ -174,7 +179,8 @@ test-one: $(PROGRAMS) $(TESTS) $(TEST_PROGRAMS)
 	done
 
 papers:  ## write docs/papers.md: what papers print, beside the programs' own
-	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float ONLY=test_papers PAPERS=docs/papers.md test-one
+	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float ONLY=test_papers \
+	  PAPERS=docs/papers.md test-one
 
 # ---- and the rest -------------------------------------------------------------------------
 tools:  ## what this machine has for building, and which package brings what is missing

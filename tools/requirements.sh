@@ -39,6 +39,10 @@ if [ -z "$quiet" ] || [ "$backend" = tests ]; then
 #endif
 int main() {}'
 fi
+if [ -z "$quiet" ]; then
+  look "gnuplot (make curves)" none "gnuplot-nox" gnuplot --version
+  look "jq (make curves)" none "jq" jq --version
+fi
 if [ -z "$quiet" ] || [ "$backend" = cuda ]; then
   nccl() { echo '#include <nccl.h>' | $NVCC -E -x cu -; }
   look "CUDA compiler ($NVCC)" cuda "the CUDA toolkit 12 or 13 (nvcc on PATH)" $NVCC --version
