@@ -199,9 +199,8 @@ formula is KM/(M+K-1).
                         amoeba[at], torchgpipe[at]});
         ++at;
       }
-    text +=
-        table(rows) +
-        R"(- **M = 32**: within 4 % of the Transformer's row. The program is below the formula
+    text += table(rows) +
+            R"(- **M = 32**: within 4 % of the Transformer's row. The program is below the formula
   because it is measured from a step of 24 products less one, 23, where later rows save one product
   of a micro-batch only.
 - **M = 1** cannot gain from more stages: one micro-batch overlaps with nothing. The paper's 1.07
@@ -691,7 +690,7 @@ regression on the digits, the same start, 92 large and 368 small batches from tw
                   {"sqrt rule", "lr^2/batch: k/k = 1", formatted("%.2f", by_root),
                    "kept the same (page 5)", "92 batches are a sample, off by a few per cent"},
                   {"linear rule", "k^2/k = k = 4", formatted("%.2f", by_linear),
-                   "lr times k (section 2.1); not about variance", "none, as above"}}) +
+                   "lr times k (section 2.1); not about variance", "as above"}}) +
            R"(Linear's reason is another: k small steps go where one large step goes, as long as the
 gradient hardly changes on the way. Four steps of 64 samples against one of 256 with lr times 4:
 they differ by O(lr^2), so half the rate is a quarter of the distance.
