@@ -17,7 +17,7 @@ ifndef BACKEND
     BACKEND := $(if $(GPU_ARCH),cuda,virtual)
     WHY := nvcc and $(if $(GPU_ARCH),a GPU,no GPU)
   endif
-  ifeq ($(filter help clean test papers curves,$(MAKECMDGOALS)),)
+  ifeq ($(filter help clean test papers curves pictures timeline-%,$(MAKECMDGOALS)),)
     $(info BACKEND=$(BACKEND), for there is $(WHY))
   endif
 endif
@@ -69,7 +69,7 @@ endif
 CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
 
 .DEFAULT_GOAL := all
-.PHONY: all run bench scaling mesh test test-one papers curves help tools clean FORCE
+.PHONY: all run bench scaling mesh test test-one papers curves pictures help tools clean FORCE
 .SECONDARY:
 .SECONDEXPANSION:
 
@@ -124,7 +124,8 @@ run-%: $$(addprefix $$(OUT)/,$$(call chapter,$$*))
 	@$(OUT)/$(call chapter,$*) $(GPUS_OPTION) $(ARGS)
 
 # Runs every chapter quietly, each with $1, and prints a line of the table for each. Without GPUS
-# on 4 GPUs, or 3 where a GPU needs a layer, or on as many as the chapter itself takes.
+# on 4 GPUs, or 3 where a GPU needs a layer, or on as many as the chapter itself takes. A few steps
+# more tell how busy virtual GPUs are; the run itself is followed by chapter 01's on the same GPU.
 define table
 	@rm -rf $(OUT)/$@ && mkdir -p $(OUT)/$@ && status=0; for c in $(CHAPTERS); do \
 	  case $$c in 01_*) ranks=1 ;; 02_*|05_*) ranks=$(or $(GPUS),4) ;; \
@@ -132,7 +133,10 @@ define table
 	  ranks="$${ranks:+--gpus $$ranks} $(if $(filter cuda,$(BACKEND)),--share-gpu)"; \
 	  $(OUT)/$$c --quiet --report $(OUT)/$@/$$c.json $1 $$ranks $(ARGS) > $(OUT)/$@/$$c.txt || \
 	    { status=1; cat $(OUT)/$@/$$c.txt; }; \
-	done; cat $(OUT)/$@/*.json | awk -f tools/summary.awk; exit $$status
+	  $(if $(filter virtual,$(BACKEND)),VIRTUAL_GPU_STEPS=2:3 VIRTUAL_GPU_TEXT=$(OUT)/$@/$$c.busy \
+	    $(OUT)/$$c --quiet $$ranks $(ARGS) --steps 5 2> /dev/null;) \
+	done; for c in $(CHAPTERS); do cat $(OUT)/$@/$$c.busy $(OUT)/$@/$$c.json 2> /dev/null; done | \
+	  awk -f tools/summary.awk; exit $$status
 endef
 run: $(PROGRAMS)  ## run all chapters on the digits, compare each with chapter 01, print one table
 	$(call table,--check)
@@ -152,6 +156,27 @@ curves:  ## loss and accuracy by step and by the GPU's clock, as SVG in build/cu
 	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float \
 	  $(patsubst %,$(BUILD)/virtual-float/%,$(filter 01% 02% 03% 08%,$(CHAPTERS)))
 	@tools/curves.sh $(BUILD)/virtual-float $(BUILD)/curves
+
+## timeline-NN       two or three steps of a chapter, as text and as build/timeline-NN.svg
+timeline-%:
+	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
+	@$(MAKE) --no-print-directory -s BACKEND=virtual REAL=float \
+	  $(BUILD)/virtual-float/$(call chapter,$*)
+	@VIRTUAL_GPU_SVG=$${VIRTUAL_GPU_SVG:-$(BUILD)/$@.svg} \
+	  tools/timeline.sh $(BUILD)/virtual-float/$(call chapter,$*) $(GPUS_OPTION) $(ARGS)
+
+pictures:  ## the READMEs' timelines, in docs/pictures
+	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float all
+	@tools/pictures.sh $(BUILD)/virtual-float docs/pictures
+
+## profile-NN        a chapter in NVIDIA's profiler: build/profile-NN.nsys-rep (BACKEND=cuda)
+profile-%: $$(if $$(filter cuda,$$(BACKEND)),$$(addprefix $$(OUT)/,$$(call chapter,$$*)))
+	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
+	@[ $(BACKEND) = cuda ] || { echo "BACKEND=$(BACKEND) has no profiler: BACKEND=cuda and a GPU would" \
+	  "be right, or make timeline-$*" >&2; exit 2; }
+	@command -v nsys > /dev/null || { echo "nsys: not found; NVIDIA's nsight-systems brings it" >&2; exit 2; }
+	nsys profile --trace=cuda,nvtx,cublas --force-overwrite=true --output=$(BUILD)/$@ \
+	  $(OUT)/$(call chapter,$*) $(GPUS_OPTION) $(ARGS)
 
 ## diff-NN           what a chapter changes in the one that it builds on
 diff-%:

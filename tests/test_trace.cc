@@ -263,6 +263,33 @@ TEST_CASE("SVG: a step begins where the first GPU begins it, and text is escaped
   CHECK(rows == 2);
 }
 
+TEST_CASE("SVG: steps that begin too close together to be named have no line either") {
+  std::vector<Operation> all;
+  for (int t = 0; t < 4; ++t)
+    all.push_back(operation(t, 0, Kind::gemm, "x", 10 * t, 300, "step " + std::to_string(t)));
+  std::vector<std::string> named;
+  const std::string svg = draw_svg(all);
+  for (const Element& e : elements(svg, "text"))
+    if (e.text.rfind("step", 0) == 0) named.push_back(e.text);
+  CHECK(named == std::vector<std::string>{"step 0", "step 3"});  // 27 units each, a name takes 62
+  CHECK(elements(svg, "path").size() == 2 + 1 + 7);              // and the axis with its ticks
+}
+
+TEST_CASE("SVG: with a longer axis a picture is lower, and true to that axis") {
+  const auto all = small_pipeline();  // 60 us
+  const std::string alone = draw_svg(all), strip = draw_svg(all, 120'000'000);
+  const std::vector<Element> wide = boxes(alone), narrow = boxes(strip);
+  REQUIRE(wide.size() == narrow.size());
+  for (size_t i = 0; i < wide.size(); ++i)
+    CHECK(narrow[i].number("width") == Approx(wide[i].number("width") / 2).margin(0.011));
+  for (const Element& e : elements(strip, "rect"))
+    if (e.attributes.at("fill") == "#ececec") CHECK(e.number("width") == Approx(401));
+  CHECK(elements(strip, "svg")[0].number("height") < elements(alone, "svg")[0].number("height"));
+  CHECK(strip.find(">80 %<") != std::string::npos);  // of the 60
+  CHECK(draw_svg(all, 1) != alone);
+  CHECK(boxes(draw_svg(all, 1))[0].number("width") == wide[0].number("width"));
+}
+
 TEST_CASE("SVG: positions are times, utilisation is busy time over the picture's") {
   const std::string svg = draw_svg(small_pipeline());
   const double left = 128, width = 802, span = 60;
@@ -464,6 +491,10 @@ TEST_CASE("files that cannot be written are refused before anything runs") {
   REQUIRE(mkfifo(folder.path("pipe").c_str(), 0600) == 0);
   const std::string pipe = "VIRTUAL_GPU_SVG=" + folder.path("pipe");
   refused(pipe, pipe + " cannot be written: it is no file");
+  for (const char* wrong : {"x", "-1", "0", "1us", "inf", "nan", "1e-10"}) {
+    const std::string axis = std::string("VIRTUAL_GPU_AXIS=") + wrong;
+    refused(axis, axis + " is not a time in seconds, as 2e-3");
+  }
   for (const char* wrong : {"x", "-1", "3:", ":3", "3:2", "1:2:3", "1.5", "9999999999999999999"}) {
     const std::string steps = std::string("VIRTUAL_GPU_STEPS=") + wrong;
     refused(steps, steps + " is neither a step, as 3, nor a range, as 3:5");
@@ -482,4 +513,77 @@ TEST_CASE("a step that never ran leaves no picture, and the old one as it was") 
   CHECK(contents(path) == "old");
   CHECK(run_command(asked("VIRTUAL_GPU_SVG=" + path)).status == 0);
   CHECK(contents(path).find("</svg>") != std::string::npos);
+}
+
+// ---- make timeline-NN, make pictures, make run ----------------------------------------------
+
+TEST_CASE("docs/pictures are what make pictures draws, byte for byte") {
+  const TemporaryFolder folder;
+  const Outcome run = run_command("VIRTUAL_GPU=t4 tools/pictures.sh " + program("") + " " +
+                                  folder.name());
+  INFO(run.err);
+  REQUIRE(run.status == 0);
+  std::set<std::string> made, kept;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.name())) {
+    const std::string name = entry.path().filename();
+    made.insert(name);
+    INFO(name);
+    CHECK((contents(entry.path()) == contents("docs/pictures/" + name)));
+  }
+  for (const auto& entry : std::filesystem::directory_iterator("docs/pictures"))
+    if (entry.path().filename().string().rfind("curves-", 0) != 0)
+      kept.insert(entry.path().filename());
+  CHECK(made == kept);
+  CHECK(made.size() == 13);
+}
+
+TEST_CASE("a chapter's timeline fits a terminal, and options override its defaults") {
+  const auto timeline = [](const std::string& chapter, const std::string& options = "",
+                           const std::string& variables = "") {
+    return run_command(variables + " tools/timeline.sh " + program(chapter) + " " + options);
+  };
+  const auto gpus = [](const std::string& text) {
+    int n = 0;
+    for (const std::string& line : lines_of(text)) {
+      CHECK(line.size() <= 80);
+      n += line.rfind("GPU", 0) == 0;
+    }
+    return n;
+  };
+  const std::pair<const char*, int> chapters[] = {
+      {"01_single_gpu", 1}, {"02_data_parallel", 4}, {"03_async_ps", 4}, {"04_layer_parallel", 4},
+      {"05_tensor_parallel", 4}, {"06_pipeline", 4}, {"07_hybrid", 8}, {"08_accum_amp", 4}};
+  for (const auto& [chapter, n] : chapters) {
+    const Outcome run = timeline(chapter);
+    INFO(chapter << run.err);
+    CHECK(run.status == 0);
+    CHECK(gpus(run.out) == n);
+  }
+  const std::string usual = timeline("06_pipeline").out;
+  CHECK(gpus(timeline("06_pipeline", "--gpus 2").out) == 2);
+  CHECK(timeline("06_pipeline", "--schedule gpipe").out != usual);
+  CHECK(timeline("06_pipeline", "", "VIRTUAL_GPU=t4").out != usual);
+  CHECK(timeline("06_pipeline", "", "VIRTUAL_GPU_STEPS=3").out != usual);
+  for (const char* wrong : {"VIRTUAL_GPU=abacus", "VIRTUAL_GPU_SVG=/no/such/t.svg",
+                            "VIRTUAL_GPU_MEMORY=64Q", "VIRTUAL_GPU_STEPS=x"}) {
+    const Outcome run = timeline("06_pipeline", "", wrong);
+    CHECK(run.status == 2);
+    CHECK(run.out == "");
+    CHECK(lines_of(run.err).size() == 1);
+    CHECK(run.err.rfind(wrong, 0) == 0);
+  }
+  CHECK(timeline("06_pipelines").status == 2);
+}
+
+TEST_CASE("make run's table: speed-up over the first report, busy time where it is known") {
+  const Outcome table = run_command(R"(printf '%s\n' \
+    '{' '"chapter": "01_a",' '"settings": {"gpus": 1},' '"step_seconds": 6e-05,' '}' \
+    'GPU 0  compute F---  100%' '       comm    ....' 'GPU 1  compute F---   50%' \
+    '{' '"chapter": "02_b",' '"settings": {"gpus": 2},' '"step_seconds": 4e-05,' '}' | \
+    awk -f tools/summary.awk)");
+  const std::vector<std::string> lines = lines_of(table.out);
+  REQUIRE(lines.size() == 3);
+  CHECK(std::regex_search(lines[1], std::regex("01_a +1 .* 60.0 us +1.00 +- ")));
+  CHECK(std::regex_search(lines[2], std::regex("02_b +2 .* 40.0 us +1.50 +75 % ")));
+  for (const std::string& line : lines) CHECK(line.size() <= 105);
 }

@@ -30,7 +30,7 @@ struct Row {  // a stream
 };
 
 struct Picture {
-  Picoseconds first = 0, span = 1;
+  Picoseconds first = 0, span = 1, axis = 1;    // the axis is at least as long as the span
   std::vector<Row> rows;
   std::map<int, double> busy;                   // by GPU: time with arithmetic over the span
   std::map<int64_t, Picoseconds> steps;         // where each begins
@@ -107,7 +107,7 @@ Picture arrange(const std::vector<Operation>& operations) {
     const auto step = p.steps.emplace(step_number(o), o.start).first;
     step->second = std::min(step->second, o.start);
   }
-  p.span = std::max<Picoseconds>(1, last - p.first);
+  p.span = p.axis = std::max<Picoseconds>(1, last - p.first);
   for (const Operation& o : operations) {
     if (p.rows.empty() || p.rows.back().device != o.device || p.rows.back().stream != o.stream)
       p.rows.push_back({o.device, o.stream, "", {}});
@@ -151,7 +151,9 @@ std::vector<Tick> ticks(Picoseconds span, int most, const char* micro) {
 
 constexpr double left = 128, right = 930, row_gap = 2, gpu_gap = 9, top = 50;
 
-double height_of(const Row& row) { return row.role == "compute" ? 24 : 15; }
+double height_of(const Row& row, bool low) {
+  return row.role == "compute" ? (low ? 15 : 24) : (low ? 6 : 15);
+}
 
 const struct {
   const char *fill, *dark, *text, *legend;
@@ -203,6 +205,7 @@ std::string title_of(const Box& b, const Picture& p) {  // seen under the pointe
 // The label if it fits, else its number, else the number's digits one above the other, else
 // nothing. A character is taken as 0.64 times as wide as the font is high.
 std::string label_in(const Box& b, double x, double y, double width, double height) {
+  if (height < 10) return "";
   const double middle = x + width / 2, wide = 0.64;
   const auto size = [&](const std::string& text) { return (width - 1) / (wide * text.size()); };
   std::string more = format(" fill='%s'", looks[b.look].text);
@@ -220,8 +223,9 @@ std::string label_in(const Box& b, double x, double y, double width, double heig
          write_at(middle, y + 21.5, high, "middle", b.number.substr(1), more);
 }
 
-std::string legend(const Picture& p) {
+std::string legend(const Picture& p, bool whole) {
   std::set<Look> present;
+  if (whole) present = {forward, backward, arithmetic, communication};
   for (const Row& row : p.rows)
     for (const Box& b : row.boxes) present.insert(b.look);
   std::string out;
@@ -235,16 +239,19 @@ std::string legend(const Picture& p) {
 }
 
 std::string axis(const Picture& p, double bottom) {
-  const double scale = (right - left) / double(p.span);
+  const double scale = (right - left) / double(p.axis);
   std::string out;
+  double free = 0;
   for (const auto& [number, at] : p.steps) {
     const double x = left + double(at - p.first) * scale;
+    if (x < free) continue;  // updates that workers begin on their own may lie close together
+    free = x + 62;
     out += format("<path d='M%.2f %.2fV%.2f' stroke='#000' stroke-dasharray='4 3'/>\n", x, top - 14,
                   bottom);
     out += write_at(x + 4, top - 5, 13, "start", "step " + std::to_string(number));
   }
   out += format("<path d='M%.2f %.2fH%.2f' stroke='#000'/>\n", left, bottom, right);
-  for (const Tick& t : ticks(p.span, 8, "\u00b5")) {
+  for (const Tick& t : ticks(p.axis, 8, "\u00b5")) {
     const double x = left + double(t.at) * scale;
     out += format("<path d='M%.2f %.2fv5' stroke='#000'/>\n", x, bottom);
     out += write_at(x, bottom + 20, 14, "middle", t.text);
@@ -314,38 +321,42 @@ int64_t step_number(const Operation& o) {
   return end == digits || *end ? -1 : number;
 }
 
-std::string draw_svg(const std::vector<Operation>& operations) {
-  const Picture p = arrange(operations);
+std::string draw_svg(const std::vector<Operation>& operations, Picoseconds least) {
+  Picture p = arrange(operations);
+  p.axis = std::max(p.axis, least);
+  const bool low = least > 0;  // many are to be stacked
+  const double scale = (right - left) / double(p.axis), size = low ? 13 : 17;
   std::string body;
   double y = top;
   const Row* previous = nullptr;
   for (const Row& row : p.rows) {
     if (!previous || previous->device != row.device) {
-      y += previous ? gpu_gap : 0;
-      body += write_at(6, y + 18, 17, "start", "GPU " + std::to_string(row.device),
-                       " font-weight='bold'");
-      body += write_at(994, y + 18, 17, "end", format("%.0f %%", 100 * p.busy.at(row.device)),
-                       " font-weight='bold'");
+      y += previous ? (low ? 4 : gpu_gap) : 0;
+      const auto heading = [&](double x, const char* anchor, const std::string& text) {
+        body += write_at(x, y + size * 1.06, size, anchor, text, " font-weight='bold'");
+      };
+      heading(6, "start", "GPU " + std::to_string(row.device));
+      heading(994, "end", format("%.0f %%", 100 * p.busy.at(row.device)));
     }
-    const double height = height_of(row);
-    body += write_at(left - 6, y + height / 2 + 4, 12, "end", row.role);
+    const double height = height_of(row, low);
+    if (!low) body += write_at(left - 6, y + height / 2 + 4, 12, "end", row.role);
     body += format("<rect x='%.2f' y='%.2f' width='%.2f' height='%.2f' fill='#ececec'/>\n", left, y,
-                   right - left, height);
+                   double(p.span) * scale, height);
     for (const Box& b : row.boxes) {
-      const double scale = (right - left) / double(p.span);
       const double x = left + double(b.start - p.first) * scale;
       const double width = double(b.end - b.start) * scale;
       body += rectangle(x, y, width, height, b.look, title_of(b, p));
       body += label_in(b, x, y, width, height);
     }
-    y += height + row_gap;
+    y += height + (low ? 1 : row_gap);
     previous = &row;
   }
   const double height = y + 4 + 30;
   return format("<svg xmlns='http://www.w3.org/2000/svg' width='1000' height='%.0f' "
                 "viewBox='0 0 1000 %.0f' font-family='Helvetica, Arial, sans-serif'>\n"
                 "<rect width='1000' height='%.0f' fill='#fff'/>\n", height, height, height) +
-         patterns + legend(p) + body + axis(p, y + 4) + "</svg>\n";
+         patterns + legend(p, low) + "<!-- rows -->\n" + body + "<!-- axis -->\n" +
+         axis(p, y + 4) + "</svg>\n";
 }
 
 std::string draw_text(const std::vector<Operation>& operations) {

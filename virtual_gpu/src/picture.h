@@ -9,7 +9,9 @@
 
 namespace virtual_gpu {
 
-std::string draw_svg(const std::vector<Operation>&);   // self-contained, 1000 units wide
+// Self-contained, 1000 units wide. With an axis of a `least` length rows are low and the legend is
+// the same whatever there is, so that several of one length can be stacked.
+std::string draw_svg(const std::vector<Operation>&, Picoseconds least = 0);
 std::string draw_text(const std::vector<Operation>&);  // 80 columns
 
 int64_t step_number(const Operation&);                 // of its "step N"; -1 outside any

@@ -2,6 +2,7 @@
 //   VIRTUAL_GPU_TRACE=t.json  Chrome's trace format, for Perfetto
 //   VIRTUAL_GPU_SVG=t.svg     a picture
 //   VIRTUAL_GPU_TEXT=t.txt    the same as text; - is standard output
+//   VIRTUAL_GPU_AXIS=2e-3     the SVG's axis has at least so many seconds; for some to be stacked
 //   VIRTUAL_GPU_STEPS=3:5     only what ran in the NVTX ranges "step 3" to "step 5"
 // Without the last, the trace has everything and the pictures the last three steps.
 #include <sys/stat.h>
@@ -76,6 +77,7 @@ struct Files {
   File trace{"VIRTUAL_GPU_TRACE", ""}, svg{"VIRTUAL_GPU_SVG", ""}, text{"VIRTUAL_GPU_TEXT", ""};
   std::string steps;                  // as given
   int64_t first = -1, last = -1;      // of them; -1 where none are given
+  Picoseconds axis = 0;
 };
 Files& files() {
   static auto* all = new Files;
@@ -125,6 +127,15 @@ void read_steps(Files& f) {
                        " is neither a step, as 3, nor a range, as 3:5");
 }
 
+void read_axis(Files& f) {
+  const std::string text = environment("VIRTUAL_GPU_AXIS");
+  char* end = nullptr;
+  const double seconds = std::strtod(text.c_str(), &end);
+  if (!text.empty() && (*end || !(seconds >= 1e-9 && seconds <= 1e6)))
+    refuse_environment("VIRTUAL_GPU_AXIS=" + text + " is not a time in seconds, as 2e-3");
+  f.axis = duration(seconds);
+}
+
 std::vector<Operation> only_steps(std::vector<Operation> all, int64_t first, int64_t last) {
   all.erase(std::remove_if(all.begin(), all.end(), [=](const Operation& o) {
     return step_number(o) < first || step_number(o) > last;
@@ -145,7 +156,7 @@ void write_files() {
   if (!f.trace.path.empty()) write(f.trace, chrome_trace(all));
   if (f.first < 0 && latest >= 0)
     all = only_steps(std::move(all), std::max<int64_t>(0, latest - 2), latest);
-  if (!f.svg.path.empty()) write(f.svg, draw_svg(all));
+  if (!f.svg.path.empty()) write(f.svg, draw_svg(all, f.axis));
   if (f.text.path == "-") std::fputs(draw_text(all).c_str(), stdout);
   else if (!f.text.path.empty()) write(f.text, draw_text(all));
 }
@@ -163,6 +174,7 @@ void open_timeline_files() {
     if (!file->path.empty() && !(file == &f.text && file->path == "-")) check_writable(*file);
   }
   read_steps(f);
+  read_axis(f);
   record_timeline(any);
   static bool at_exit = false;
   if (any && !std::exchange(at_exit, true)) std::atexit(write_files);
