@@ -482,7 +482,7 @@ TEST_CASE("02: whichever call fails on one rank, the run ends and says so") {
   REQUIRE(same(run(settings, data), want));
 }
 
-TEST_CASE("02: a rank that fails in a step ends the program with its cause") {
+TEST_CASE("02: a rank that fails in a step ends the program with its cause", "[program]") {
   const auto start = std::chrono::steady_clock::now();
   const Outcome out = run_command("VIRTUAL_GPU_FAIL=400:2 " + program(name) +
                                   " --gpus 4 --steps 200 --quiet");
@@ -492,7 +492,7 @@ TEST_CASE("02: a rank that fails in a step ends the program with its cause") {
   REQUIRE(std::chrono::steady_clock::now() - start < std::chrono::seconds(15));
 }
 
-TEST_CASE("02: wrong options are refused with what would be right") {
+TEST_CASE("02: wrong options are refused with what would be right", "[program]") {
   struct Case {
     const char *given, *said;
   };
@@ -515,7 +515,7 @@ TEST_CASE("02: wrong options are refused with what would be right") {
   REQUIRE(help.out.find("--allreduce") != std::string::npos);
 }
 
-TEST_CASE("02: the program compares itself with chapter 01, learns and reports") {
+TEST_CASE("02: the program compares itself with chapter 01, learns and reports", "[program]") {
   const Outcome out = run_chapter(name, "--gpus 3 --batch 50 --epochs 15 --check");
   INFO(out.out << out.err);
   REQUIRE(out.status == 0);
@@ -542,7 +542,8 @@ TEST_CASE("02: the README points at the lines that it names") {
   REQUIRE(found == 4);
 }
 
-TEST_CASE("02: the scaling table has a row for each number of GPUs, with and without overlap") {
+TEST_CASE("02: the scaling table has a row for each number of GPUs, with and without overlap",
+          "[program]") {
   const Outcome out = run_command("tools/scaling.sh " + program(name) + " --hidden 32 --steps 2");
   INFO(out.out << out.err);
   REQUIRE(out.status == 0);

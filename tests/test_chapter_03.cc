@@ -682,7 +682,8 @@ TEST_CASE("03: whichever call fails on the server or a worker, the run ends") {
   REQUIRE(same(run(settings, data), want));
 }
 
-TEST_CASE("03: a server or a worker that fails in a step ends the program with its cause") {
+TEST_CASE("03: a server or a worker that fails in a step ends the program with its cause",
+          "[program]") {
   for (const char* mode : {"sync", "ssp", "async"})
     for (const char* who : {"0", "2"}) {
       const auto start = std::chrono::steady_clock::now();
@@ -695,7 +696,7 @@ TEST_CASE("03: a server or a worker that fails in a step ends the program with i
     }
 }
 
-TEST_CASE("03: wrong options are refused with what would be right") {
+TEST_CASE("03: wrong options are refused with what would be right", "[program]") {
   struct Case {
     const char *given, *said;
   };
@@ -725,7 +726,7 @@ TEST_CASE("03: wrong options are refused with what would be right") {
     REQUIRE(help.out.find(option) != std::string::npos);
 }
 
-TEST_CASE("03: the program compares itself with chapter 01, learns and reports") {
+TEST_CASE("03: the program compares itself with chapter 01, learns and reports", "[program]") {
   for (const char* given : {"--batch 50 --epochs 12 --check",
                             "--gpus 2 --mode async --steps 30 --check",
                             "--mode ssp --staleness 1 --slow-worker 1 --epochs 15"}) {

@@ -177,7 +177,7 @@ TEST_CASE("04: a GPU holds its own layers and no more") {
   }
 }
 
-TEST_CASE("04: trains a network that is too large for one GPU") {
+TEST_CASE("04: trains a network that is too large for one GPU", "[program]") {
   const std::string network = " --hidden 300,300,300,300,300 --steps 3 --quiet";
   const std::string small = "VIRTUAL_GPU_MEMORY=4M ";
   const Outcome one = run_command(small + program("01_single_gpu") + network);
@@ -305,7 +305,7 @@ TEST_CASE("04: a rank that leaves or throws ends the run within seconds") {
   }
 }
 
-TEST_CASE("04: a failing rank ends the program with its number and the cause") {
+TEST_CASE("04: a failing rank ends the program with its number and the cause", "[program]") {
   const auto start = std::chrono::steady_clock::now();
   const Outcome out = run_command("VIRTUAL_GPU_FAIL=300:2 " + program(name) +
                                   " --gpus 3 --steps 200 --quiet");
@@ -315,7 +315,7 @@ TEST_CASE("04: a failing rank ends the program with its number and the cause") {
   REQUIRE(std::chrono::steady_clock::now() - start < std::chrono::seconds(15));
 }
 
-TEST_CASE("04: more ranks than layers are refused with both numbers") {
+TEST_CASE("04: more ranks than layers are refused with both numbers", "[program]") {
   require_refused(name, "--gpus 4", {"--gpus: 4 ", "the network has 3"});
   require_refused(name, "--gpus 2 --hidden none", {"--gpus: 2 ", "the network has 1"});
   require_refused(name, "--gpus 9 --hidden 8,8,8,8,8,8,8,8", {"9 ranks need 9 GPUs, 8 visible"});
@@ -323,7 +323,7 @@ TEST_CASE("04: more ranks than layers are refused with both numbers") {
   require_refused(name, "--microbatches 2", {"--microbatches: no such option"});
 }
 
-TEST_CASE("04: the program compares itself with chapter 01, learns and reports") {
+TEST_CASE("04: the program compares itself with chapter 01, learns and reports", "[program]") {
   const Outcome out = run_chapter(name, "--gpus 3 --batch 50 --epochs 15 --check");
   INFO(out.out << out.err);
   REQUIRE(out.status == 0);

@@ -490,7 +490,7 @@ TEST_CASE("05: delays of any thread change no bit and no time") {
 
 // ---- the program ---------------------------------------------------------------------------
 
-TEST_CASE("05: the program compares, saves and ends on 1 to 4 ranks") {
+TEST_CASE("05: the program compares, saves and ends on 1 to 4 ranks", "[program]") {
   const TemporaryFolder folder;
   for (int p = 1; p <= 4; ++p) {
     const Outcome o = run_chapter(name, "--epochs 1 --check --save " + folder.path("w") +
@@ -502,7 +502,7 @@ TEST_CASE("05: the program compares, saves and ends on 1 to 4 ranks") {
   }
 }
 
-TEST_CASE("05: a width below the ranks is refused by layer, size and rank count") {
+TEST_CASE("05: a width below the ranks is refused by layer, size and rank count", "[program]") {
   struct Case {
     std::string arguments, says;
   };
@@ -526,7 +526,7 @@ TEST_CASE("05: a width below the ranks is refused by layer, size and rank count"
   REQUIRE(run_chapter(name, "--hidden 8,1 --gpus 4 --steps 3 --check --quiet").status == 0);
 }
 
-TEST_CASE("05: a network too large for one GPU trains on four") {
+TEST_CASE("05: a network too large for one GPU trains on four", "[program]") {
   const std::string arguments = " --hidden 512,512 --batch 16 --steps 2 --quiet";
   const std::string memory = "VIRTUAL_GPU_MEMORY=3M ";
   const Outcome alone = run_command(memory + program("01_single_gpu") + arguments);
@@ -537,7 +537,7 @@ TEST_CASE("05: a network too large for one GPU trains on four") {
   REQUIRE(four.status == 0);
 }
 
-TEST_CASE("05: a call that fails on one rank ends all with the rank and the cause") {
+TEST_CASE("05: a call that fails on one rank ends all with the rank and the cause", "[program]") {
   const std::string arguments = " --steps 3 --hidden 8,8 --gpus 3 --quiet";
   const Outcome whole = run_command(program(name) + arguments);
   REQUIRE(whole.status == 0);

@@ -539,7 +539,7 @@ TEST_CASE("06: a rank that leaves or throws ends the run within seconds") {
   }
 }
 
-TEST_CASE("06: a failing rank ends the program with its number and the cause") {
+TEST_CASE("06: a failing rank ends the program with its number and the cause", "[program]") {
   const auto start = std::chrono::steady_clock::now();
   const Outcome out = run_command("VIRTUAL_GPU_FAIL=900:2 " + program(name) +
                                   " --gpus 3 --steps 200 --quiet");
@@ -549,7 +549,7 @@ TEST_CASE("06: a failing rank ends the program with its number and the cause") {
   REQUIRE(std::chrono::steady_clock::now() - start < std::chrono::seconds(15));
 }
 
-TEST_CASE("06: what cannot be is refused by name, with what would be right") {
+TEST_CASE("06: what cannot be is refused by name, with what would be right", "[program]") {
   require_refused(name, "--gpus 4", {"--gpus: 4 ", "the network has 3"});
   require_refused(name, "--gpus 3 --schedule interleaved", {"--chunks: 2 ", "has 3"});
   require_refused(name, "--gpus 2 --schedule interleaved --chunks 3 --hidden 8,8,8",
@@ -566,7 +566,7 @@ TEST_CASE("06: what cannot be is refused by name, with what would be right") {
     REQUIRE(help.out.find(option) != std::string::npos);
 }
 
-TEST_CASE("06: the program compares itself with chapter 01, learns and reports") {
+TEST_CASE("06: the program compares itself with chapter 01, learns and reports", "[program]") {
   const Outcome out = run_chapter(name, "--gpus 3 --batch 50 --epochs 15 --check");
   INFO(out.out << out.err);
   REQUIRE(out.status == 0);

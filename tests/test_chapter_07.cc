@@ -454,7 +454,8 @@ TEST_CASE("07: no update at all brings the initial weights") {
 
 // ---- the program -----------------------------------------------------------------------------
 
-TEST_CASE("07: the program's default is four replicas of two stages, and it compares itself") {
+TEST_CASE("07: the program's default is four replicas of two stages, and it compares itself",
+          "[program]") {
   const Outcome out = run_chapter(name, "--steps 6 --check");
   INFO(out.out << out.err);
   REQUIRE(out.status == 0);
@@ -468,7 +469,7 @@ TEST_CASE("07: the program's default is four replicas of two stages, and it comp
     REQUIRE(run_chapter(name, std::string("--quiet --steps 3 --check ") + options).status == 0);
 }
 
-TEST_CASE("07: progress lines change nothing") {
+TEST_CASE("07: progress lines change nothing", "[program]") {
   const TemporaryFolder folder;
   const std::string options = "--steps 6 --gpus 4 --tp 2 --pp 2 --save " + folder.path("w");
   const Outcome loud = run_chapter(name, options + "1");
@@ -477,7 +478,7 @@ TEST_CASE("07: progress lines change nothing") {
   REQUIRE(contents(folder.path("w1")) == contents(folder.path("w2")));
 }
 
-TEST_CASE("07: products and factors that do not fit are refused with both numbers") {
+TEST_CASE("07: products and factors that do not fit are refused with both numbers", "[program]") {
   require_refused(name, "--gpus 6 --dp 2 --pp 2 --tp 2", {"--gpus", "6 ranks given", "make 8"});
   require_refused(name, "--gpus 8 --dp 3 --pp 1 --tp 2", {"--gpus", "8 ranks given", "make 6"});
   require_refused(name, "--dp 2 --pp 2", {"8 ranks given", "make 4"});
@@ -496,7 +497,7 @@ TEST_CASE("07: products and factors that do not fit are refused with both number
       require_refused(name, std::string(zero) + value, {zero, "whole number from 1"});
 }
 
-TEST_CASE("07: a model too large for one GPU trains on a mesh") {
+TEST_CASE("07: a model too large for one GPU trains on a mesh", "[program]") {
   const std::string options = " --hidden 512,512 --batch 16 --steps 2 --quiet";
   const std::string memory = "VIRTUAL_GPU_MEMORY=" + std::to_string(sizeof(real) / 2) + "M ";
   const Outcome alone = run_command(memory + program(name) + options + " --gpus 1 --pp 1");
@@ -505,7 +506,8 @@ TEST_CASE("07: a model too large for one GPU trains on a mesh") {
   REQUIRE(run_command(memory + program(name) + options + " --gpus 8 --pp 2 --tp 2").status == 0);
 }
 
-TEST_CASE("07: a rank that fails in a step ends the program with its cause, on all ranks") {
+TEST_CASE("07: a rank that fails in a step ends the program with its cause, on all ranks",
+          "[program]") {
   const Outcome o = run_command("VIRTUAL_GPU_FAIL=700:6 " + program(name) + " --quiet --tp 2");
   INFO(o.err);
   REQUIRE(o.status == 1);
@@ -530,7 +532,7 @@ TEST_CASE("07: the README points at the lines that it names") {
   REQUIRE(found == 2);
 }
 
-TEST_CASE("07: make mesh tries all meshes, and another network has another best one") {
+TEST_CASE("07: make mesh tries all meshes, and another network has another best one", "[program]") {
   const std::string mesh = "tools/mesh.sh " + program(name) + " 4 --batch 64 ";
   const std::string wide = mesh + "--hidden 128,128,128";
   const Outcome node = run_command("VIRTUAL_GPU=h100 " + wide);

@@ -593,7 +593,7 @@ TEST_CASE("08: no update at all brings the initial weights") {
 
 // ---- the program -----------------------------------------------------------------------------
 
-TEST_CASE("08: the program compares itself in every format") {
+TEST_CASE("08: the program compares itself in every format", "[program]") {
   for (const char* options : {"", "--accumulate 3", "--gpus 1 --pp 1 --accumulate 200",
                               "--gpus 4 --pp 2 --tp 2 --accumulate 2"})
     REQUIRE(run_chapter(name, std::string("--quiet --steps 10 --check ") + options).status == 0);
@@ -603,7 +603,7 @@ TEST_CASE("08: the program compares itself in every format") {
                 .status == 0);
 }
 
-TEST_CASE("08: the program tells what the scale does, and that a skip is normal") {
+TEST_CASE("08: the program tells what the scale does, and that a skip is normal", "[program]") {
   if (!has_16_bits) return;
   const Outcome o = run_chapter(name, "--steps 40 --gpus 2 --precision fp16 --scale-window 1");
   INFO(o.out);
@@ -614,7 +614,7 @@ TEST_CASE("08: the program tells what the scale does, and that a skip is normal"
   REQUIRE(o.out.find("updates skipped") != std::string::npos);
 }
 
-TEST_CASE("08: gradients that always overflow end the run after 32 updates") {
+TEST_CASE("08: gradients that always overflow end the run after 32 updates", "[program]") {
   if (!has_16_bits) return;
   const Outcome o = run_chapter(name, "--steps 100 --quiet --precision fp16 --loss-scale 1e30");
   INFO(o.err);
@@ -623,7 +623,7 @@ TEST_CASE("08: gradients that always overflow end the run after 32 updates") {
   REQUIRE(o.err.find("0 updates applied") != std::string::npos);
 }
 
-TEST_CASE("08: wrong options are refused with what would be right") {
+TEST_CASE("08: wrong options are refused with what would be right", "[program]") {
   for (const char* value : {"0", "-1", "1.5", "two"})
     require_refused(name, std::string("--accumulate ") + value,
                     {"--accumulate", value, "whole number from 1"});

@@ -223,7 +223,7 @@ TEST_CASE("started as processes, every rank knows its place; the first failure e
   CHECK(-seconds_until(begin) < 10);
 }
 
-TEST_CASE("a starter that is killed takes its ranks along") {
+TEST_CASE("a starter that is killed takes its ranks along", "[program]") {
   const auto begin = Clock::now();
   // Its output is a pipe, which stays open for as long as any of the ranks lives.
   const Outcome o =
