@@ -222,7 +222,7 @@ TEST_CASE("a stream in which nothing takes time has no row, a GPU always has one
 
 TEST_CASE("SVG: kinds of work are told apart, by pattern too") {
   const std::string svg = draw_svg({operation(0, 0, Kind::gemm, "forward 0", 0, 10),
-                                    operation(0, 0, Kind::kernel, "F 1", 10, 20),
+                                    operation(0, 0, Kind::kernel, "F 1'", 10, 20),
                                     operation(0, 0, Kind::kernel, "backward 0", 20, 30),
                                     operation(0, 0, Kind::gemm, "B 1", 30, 40),
                                     operation(0, 0, Kind::kernel, "Bias", 40, 50),
@@ -559,6 +559,7 @@ TEST_CASE("a chapter's timeline fits a terminal, and options override its defaul
     CHECK(run.status == 0);
     CHECK(gpus(run.out) == n);
   }
+  CHECK(gpus(timeline("06_pipeline", "--gpus 8 --microbatches 32").out) == 8);
   const std::string usual = timeline("06_pipeline").out;
   CHECK(gpus(timeline("06_pipeline", "--gpus 2").out) == 2);
   CHECK(timeline("06_pipeline", "--schedule gpipe").out != usual);

@@ -19,11 +19,14 @@ draw() {
 draw 01 01_single_gpu
 draw 02 02_data_parallel
 draw 02-one-bucket 02_data_parallel --bucket-bytes 0
-(VIRTUAL_GPU_STEPS=14:17; export VIRTUAL_GPU_STEPS; draw 03-sync 03_async_ps --mode sync)
+(VIRTUAL_GPU_STEPS=14:17; export VIRTUAL_GPU_STEPS; draw 03-sync 03_async_ps --mode sync) || exit 1
 draw 03-async 03_async_ps
 draw 04 04_layer_parallel
 draw 05 05_tensor_parallel
-for schedule in gpipe 1f1b interleaved; do draw 06-$schedule 06_pipeline --schedule $schedule; done
+(
+  VIRTUAL_GPU_STEPS=2; export VIRTUAL_GPU_STEPS
+  for way in gpipe 1f1b interleaved; do draw 06-$way 06_pipeline --schedule $way; done
+) || exit 1
 draw 07 07_hybrid
 draw 08 08_accum_amp
 
@@ -33,7 +36,8 @@ strategies() {
   while read -r chapter options; do
     name=strategy-${chapter%%_*}
     # Every step has the whole data set, so that all are equal; the longest gives the axis.
-    draw $name $chapter --gpus 4 --hidden 512,512,512,512,512,512,512 --batch 1498 --steps 3 $options
+    draw $name $chapter --gpus 4 --hidden 512,512,512,512,512,512,512 --batch 1498 --steps 3 \
+      $options
     all="$all $drafts/timeline-$name.svg"
   done <<END
 02_data_parallel
@@ -48,9 +52,11 @@ export VIRTUAL_GPU_AXIS="$(sed -n 's/.* to \([0-9.e+]*\) us<.*/\1/p' $all | sort
 strategies
 awk '
   BEGIN {
-    split("Data parallel: each GPU has a quarter of the batch|Layer parallel: each GPU has a " \
-          "quarter of the layers|Tensor parallel: each GPU has a quarter of every layer|Pipeline: " \
-          "layers as above, the batch in 8 parts|Hybrid: 2 replicas of a pipeline of 2", title, "|")
+    split("Data parallel: each GPU has a quarter of the batch|" \
+          "Layer parallel: each GPU has a quarter of the layers|" \
+          "Tensor parallel: each GPU has a quarter of every layer|" \
+          "Pipeline: a quarter of the layers, the batch in 8 parts|" \
+          "Hybrid: 2 replicas of a pipeline of 2", title, "|")
     y = 36
   }
   function between(from, to) { sub(from, ""); sub(to, ""); return $0 + 0 }

@@ -18,7 +18,7 @@ enum Look { forward, backward, arithmetic, communication, copying };
 
 struct Box {
   Look look;
-  std::string name, number;  // "forward", "3"
+  std::string name, number;  // "forward", "3"; "3'": of another chunk
   Picoseconds start, end;
   std::string label() const { return number.empty() ? name : name + " " + number; }
 };
@@ -41,7 +41,7 @@ Box box_of(const Operation& o) {
   Box b{arithmetic, named ? o.range : o.call, "", o.start, o.end};
   const size_t space = b.name.rfind(' ');
   if (space != std::string::npos && space > 0 && space + 1 < b.name.size() &&
-      b.name.find_first_not_of("0123456789", space + 1) == std::string::npos) {
+      b.name.find_first_not_of("0123456789'", space + 1) == std::string::npos) {
     b.number = b.name.substr(space + 1);
     b.name.erase(space);
   }
@@ -218,7 +218,7 @@ std::string label_in(const Box& b, double x, double y, double width, double heig
       return write_at(middle, y + height / 2 + 0.36 * fits, fits, "middle", text, more);
   }
   const double high = std::min(12.0, size("0") + 0.5);
-  if (b.number.size() != 2 || high < 8 || height < 20) return "";
+  if (b.number.size() != 2 || b.number[1] == '\'' || high < 8 || height < 20) return "";
   return write_at(middle, y + 11, high, "middle", b.number.substr(0, 1), more) +
          write_at(middle, y + 21.5, high, "middle", b.number.substr(1), more);
 }
