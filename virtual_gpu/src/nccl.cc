@@ -246,11 +246,7 @@ void wait_for_batches(Lock& lock, Host& h, ncclComm& comm, const char* call) {
   const auto finished = [&] { return comm.done == comm.batches; };
   const auto text = [&] { return format("in %s of %s", call, who(comm).c_str()); };
   // A failed run's batches end by themselves; until then their memory must stay.
-  while (!block(lock, h.actor, finished, text)) {
-    lock.get().unlock();
-    std::this_thread::yield();
-    lock.get().lock();
-  }
+  while (!block(lock, h.actor, finished, text)) lock.step_aside();
   comm.waiters.erase(std::find(comm.waiters.begin(), comm.waiters.end(), &h.actor));
 }
 
@@ -399,11 +395,7 @@ Picoseconds meet(Stream& stream, const Slot& slot, Batch& batch, const Request& 
                     *slot.range ? ")" : "");
     };
     block(lock, stream.worker, [&] { return c->done || (comm.aborted && !c->executing); }, text);
-    while (c->executing && !c->done) {  // a failed run: the buffers are in use until it is done
-      lock.get().unlock();
-      std::this_thread::yield();
-      lock.get().lock();
-    }
+    while (c->executing && !c->done) lock.step_aside();  // a failed run: buffers are in use till then
     if (!c->done) {  // this rank takes back what it brought
       c->from[comm.rank] = {};
       --c->arrived;
@@ -423,7 +415,7 @@ Picoseconds meet(Stream& stream, const Slot& slot, Batch& batch, const Request& 
 // many takes as long as all of them together.
 void copy_pair(Lock& lock, Transfer& send, Transfer& recv) {
   send.copying = recv.copying = true;
-  lock.get().unlock();
+  lock.unlock();
   {
     Aloud aloud;  // the lock is open, but its Quiet goes on
     observe(&send.posted);
@@ -433,7 +425,7 @@ void copy_pair(Lock& lock, Transfer& send, Transfer& recv) {
     publish(&send.finished);
     publish(&recv.finished);
   }
-  lock.get().lock();
+  lock.lock();
   const Link between = link(hardware(), std::min(send.device, recv.device),
                             std::max(send.device, recv.device));
   const double bytes = static_cast<double>(std::max(send.batch_bytes, recv.batch_bytes));
@@ -505,11 +497,7 @@ Picoseconds exchange(Stream& stream, const Slot& slot, Batch& batch, Picoseconds
                       *slot.range ? ")" : "");
       };
       block(lock, stream.worker, [&] { return t->done || (comm.aborted && !t->copying); }, text);
-      while (t->copying && !t->done) {
-        lock.get().unlock();
-        std::this_thread::yield();
-        lock.get().lock();
-      }
+      while (t->copying && !t->done) lock.step_aside();
       if (!t->done) withdraw(*comm.world, t);
     }
   }
@@ -530,14 +518,9 @@ void run_batch(Stream& stream, Slot& slot) {
   {
     Lock lock;
     comm.waiters.push_back(&stream.worker);
-    const auto text = [&] { return format("%s behind its communicator's earlier work", who(comm).c_str()); };
-    while (comm.done != batch->ticket) {  // in issue order, also when the run has failed
-      block(lock, stream.worker, [&] { return comm.done == batch->ticket; }, text);
-      if (!run_failed()) continue;
-      lock.get().unlock();
-      std::this_thread::yield();
-      lock.get().lock();
-    }
+    const auto text = [&] { return who(comm) + " behind its communicator's earlier work"; };
+    const auto turn = [&] { return comm.done == batch->ticket; };
+    while (!block(lock, stream.worker, turn, text)) lock.step_aside();  // in order, failed or not
     comm.waiters.erase(std::find(comm.waiters.begin(), comm.waiters.end(), &stream.worker));
     end = std::max(end, comm.end);
   }
@@ -797,7 +780,8 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int
       p->time = std::max(p->time, h.now);
       if (++p->arrived == nranks) arrive(lock, *p, id.internal);
       const auto text = [&] { return format("rank %d of %d in ncclCommInitRank", rank, nranks); };
-      block(lock, h.actor, [&] { return p->done; }, text, init_timeout());
+      block(lock, h.actor, [&] { return p->done; }, text,
+            std::chrono::system_clock::now() + init_timeout());
     }
     problem = p->problem;
     if (!p->done) {

@@ -21,6 +21,7 @@ constexpr Picoseconds never = std::numeric_limits<Picoseconds>::max();
 // Everything global lives for ever: threads may still end after main() has.
 struct Runtime {
   std::mutex mutex;
+  Actor* woken = nullptr;              // the first whose bell has yet to ring
   std::set<Actor*> actors;
   std::set<Host*> hosts;
   int running = 0;                     // counted actors that are not blocked
@@ -129,7 +130,6 @@ Runtime& runtime() {
 
 }  // namespace
 
-std::mutex& runtime_mutex() { return runtime().mutex; }
 std::function<std::string()> describe_communicators = [] { return std::string(); };
 std::function<void(Lock&)> forget_communicators = [](Lock&) {};
 std::function<void(Host&)> thread_ends = [](Host&) {};
@@ -150,6 +150,36 @@ std::string format(const char* text, ...) {
 }
 
 // ---- blocking, and what happens when nobody can go on --------------------------------------
+
+static void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Not a local static: its guard would be an edge from the first stream to all others.
+static const int cores = static_cast<int>(std::thread::hardware_concurrency());
+
+// Whoever has it is soon done; to sleep and be woken among thousands of threads takes longer.
+void Lock::lock() {
+  for (int i = 0; i < 1000; ++i, relax())
+    if (runtime().mutex.try_lock()) return;
+  runtime().mutex.lock();
+}
+
+void Lock::unlock() {
+  Actor* woken = std::exchange(runtime().woken, nullptr);
+  runtime().mutex.unlock();
+  while (woken) std::exchange(woken, woken->next_woken)->bell.ring();  // then it may be gone
+}
+
+void Lock::step_aside() {
+  unlock();
+  std::this_thread::yield();
+  lock();
+}
 
 namespace {
 
@@ -194,37 +224,25 @@ void quiescent(Lock& lock) {
 
 }  // namespace
 
-namespace {
-
-void fall_asleep(Lock& lock, Actor& actor,
-                       const std::function<std::string()>& waiting_for) {
+static void sleep(Lock& lock, Actor& actor, Deadline deadline) {
   actor.blocked = true;
-  actor.waiting_for = waiting_for;
   if (actor.counted && --runtime().running == 0) quiescent(lock);
-}
-
-}  // namespace
-
-bool block(Lock& lock, Actor& actor, const std::function<bool()>& done,
-           const std::function<std::string()>& waiting_for) {
-  while (!done()) {
-    if (run_failed()) return false;
-    fall_asleep(lock, actor, waiting_for);
-    while (actor.blocked) actor.wakeup.wait(lock.get());
+  lock.unlock();
+  while (!actor.bell.wait(deadline)) {
+    lock.lock();
+    wake(actor);
+    lock.unlock();
   }
-  return true;
+  lock.lock();
 }
 
 bool block(Lock& lock, Actor& actor, const std::function<bool()>& done,
-           const std::function<std::string()>& waiting_for, std::chrono::milliseconds limit) {
-  const auto deadline = std::chrono::system_clock::now() + limit;
+           const std::function<std::string()>& waiting_for, Deadline deadline) {
   while (!done()) {
-    if (run_failed() || std::chrono::system_clock::now() >= deadline) return false;
-    actor.timed = true;
-    fall_asleep(lock, actor, waiting_for);
-    while (actor.blocked)
-      if (actor.wakeup.wait_until(lock.get(), deadline) == std::cv_status::timeout) wake(actor);
-    actor.timed = false;
+    actor.timed = deadline != no_deadline;
+    if (run_failed() || (actor.timed && std::chrono::system_clock::now() >= deadline)) return false;
+    actor.waiting_for = waiting_for;
+    sleep(lock, actor, deadline);
   }
   return true;
 }
@@ -233,7 +251,7 @@ void wake(Actor& actor) {
   if (!actor.blocked) return;
   actor.blocked = false;
   if (actor.counted) ++runtime().running;
-  actor.wakeup.notify_one();
+  actor.next_woken = std::exchange(runtime().woken, &actor);
 }
 
 void set_counted(Lock& lock, Actor& actor, bool counted) {
@@ -404,17 +422,6 @@ void Queue::pop() { finished_.store(++taken_, std::memory_order_seq_cst); }
 
 namespace {
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Not a local static: its guard would be an edge from the first stream to all others.
-const int cores = static_cast<int>(std::thread::hardware_concurrency());
-
 // Sleeping and waking cost more than a short kernel; spinning helps only where the streams do
 // not have to share cores.
 bool spin_for_work(const Stream& s) {
@@ -432,10 +439,8 @@ bool wait_for_work(Stream& s) {
   s.idle.store(true);
   const auto due = [&] { return s.queue.ready() || s.closing.load(std::memory_order_relaxed); };
   while (!due()) {  // not block(): a worker without work is no rank that waits for another
-    s.worker.blocked = true;
     s.worker.waiting_for = nullptr;
-    if (--runtime().running == 0) quiescent(lock);
-    while (s.worker.blocked) s.worker.wakeup.wait(lock.get());
+    sleep(lock, s.worker, no_deadline);
   }
   s.idle.store(false, std::memory_order_relaxed);
   return s.queue.ready();

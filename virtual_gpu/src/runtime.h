@@ -101,24 +101,50 @@ inline void note_read(const void*, size_t) {}
 inline void note_write(void*, size_t) {}
 #endif
 
-// The runtime's one lock. Whoever holds it is quiet.
-std::mutex& runtime_mutex();
+// The runtime's one lock. Whoever holds it is quiet. Whom its holder wakes is told once it is
+// free: told earlier, a thousand ranks would all run into it and go back to sleep.
 class Lock : Quiet {
  public:
-  Lock() : lock_(runtime_mutex()) {}
-  std::unique_lock<std::mutex>& get() { return lock_; }
-
- private:
-  std::unique_lock<std::mutex> lock_;
+  Lock() { lock(); }
+  ~Lock() { unlock(); }
+  void lock();
+  void unlock();
+  void step_aside();  // lets others have it for a moment
 };
 
 // ---- actors and blocking -------------------------------------------------------------------
+
+using Deadline = std::chrono::system_clock::time_point;  // of real time
+constexpr Deadline no_deadline = Deadline::max();
+
+// What one thread sleeps on: somebody rings once for each time that it does.
+class Bell {
+ public:
+  void ring() {
+    std::lock_guard guard(mutex_);
+    rung_ = true;
+    changed_.notify_one();
+  }
+  bool wait(Deadline deadline) {  // false if it did not ring in time
+    std::unique_lock guard(mutex_);
+    const auto rung = [&] { return std::exchange(rung_, false); };
+    if (deadline != no_deadline) return changed_.wait_until(guard, deadline, rung);
+    changed_.wait(guard, rung);
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool rung_ = false;
+};
 
 // A host thread or a stream's worker. `counted` actors are those that others may wait for: when
 // all of them are blocked, nothing can happen any more that is not already decided.
 struct Actor {
   bool is_host = false, counted = false, blocked = false;
-  std::condition_variable wakeup;
+  Bell bell;
+  Actor* next_woken = nullptr;               // of those whose bell has yet to ring
   std::function<std::string()> waiting_for;  // for the report
   // A host that polls is blocked too, until time `resume` (see poll()).
   bool polling = false, resumed = false;
@@ -127,12 +153,9 @@ struct Actor {
   int device = 0, id = 0;
 };
 
-// Blocks until `done()` or until the run has failed; false then.
+// Blocks until `done()`; false if the run fails or the deadline passes first.
 bool block(Lock&, Actor&, const std::function<bool()>& done,
-           const std::function<std::string()>& waiting_for);
-// The same, for at most `limit` of real time.
-bool block(Lock&, Actor&, const std::function<bool()>& done,
-           const std::function<std::string()>& waiting_for, std::chrono::milliseconds limit);
+           const std::function<std::string()>& waiting_for, Deadline = no_deadline);
 void wake(Actor&);                     // under Lock
 void set_counted(Lock&, Actor&, bool counted);
 
