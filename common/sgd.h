@@ -189,7 +189,7 @@ inline std::vector<int32_t> sample_order(const Config& config, int64_t n_samples
   for (uint64_t e = 0; static_cast<int64_t>(order.size()) < length; ++e) {
     for (int32_t i = 0; i < n_samples; ++i)
       epoch[i] = {config.shuffle ? hash(config.seed, (uint64_t{1} << 32) + e, i) : 0, i};
-    std::sort(epoch.begin(), epoch.end());
+    if (config.shuffle) std::sort(epoch.begin(), epoch.end());
     for (const auto& [key, sample] : epoch) order.push_back(sample);
   }
   order.resize(length);

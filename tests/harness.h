@@ -2,7 +2,10 @@
 // tensor that first makes sure there is something to compare.
 #pragma once
 
+#include <tuple>
+
 #include "../common/chapter.cuh"
+#include "virtual_gpu.h"
 
 #undef CHECK  // the course's is used up by its own headers; from here on it is Catch2's
 #include "catch.h"
@@ -68,4 +71,14 @@ inline void require_equal(const Config& config, const Dataset& data, const Resul
   INFO("worst tensor " << c.worst << ", difference " << c.difference << ", flaw '" << c.flaw << "'");
   REQUIRE(c.flaw.empty());
   REQUIRE(c.difference <= tolerance);
+}
+
+// Every operation since the last reset, by GPU, stream and start: what must be the same at every
+// run, with and without arithmetic.
+inline auto timetable() {
+  using Text = std::string;
+  std::vector<std::tuple<int, int, Text, Text, int64_t, int64_t, int64_t, int64_t>> all;
+  for (const virtual_gpu::Operation& o : virtual_gpu::timeline())
+    all.push_back({o.device, o.stream, o.call, o.range, o.issue, o.start, o.end, o.bytes});
+  return all;
 }

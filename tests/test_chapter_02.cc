@@ -542,9 +542,60 @@ TEST_CASE("02: the README points at the lines that it names") {
   REQUIRE(found == 4);
 }
 
+// ---- a thousand GPUs -----------------------------------------------------------------------
+
+TEST_CASE("02: without the arithmetic every operation has the same time") {
+  const Dataset data = uneven_data(23, 5, 3);
+  const auto settings = settings_of({7, 6}, 3, 10, 4, 4);
+  const auto run_with = [&](const char* skip) {
+    const Variable arithmetic("VIRTUAL_GPU_SKIP_MATH", skip);
+    virtual_gpu::record_timeline(true);
+    run(settings, data);
+    return timetable();
+  };
+  const auto want = run_with("0");
+  REQUIRE(want.size() > 4 * 4 * 20);
+  REQUIRE((run_with("1") == want));
+}
+
+// Nothing but the links takes time here, and every layer is a bucket: a step is its three sums,
+// one after the other, each 2(p-1) latencies and 2(p-1)/p of its bytes.
+TEST_CASE("02: on 1,024 GPUs a step takes the ring's time to the picosecond, whatever is delayed") {
+  const int p = 1024;
+  const Dataset data = uneven_data(2 * p, 5, 3);
+  auto settings = settings_of({7, 6}, 3, 2 * p, 2, p);
+  settings.bucket_bytes = 1;
+  const Variable gpus("VIRTUAL_GPU_COUNT", std::to_string(p)), skip("VIRTUAL_GPU_SKIP_MATH", "1");
+  const Variable links("VIRTUAL_GPU", "ideal,fp32=0,fp64=0,net_bandwidth=50e9,net_latency=2e-6");
+  const Shape shape = network(settings, data.features);
+  Picoseconds want = 0;
+  for (int l = 0; l < shape.layers(); ++l)
+    want += Cost{p, 2e-6, 50e9, settings.allreduce}.of(shape.weight_size(l) + shape.width[l + 1]);
+  const auto run_with = [&](const char* seed) {
+    const Variable delays("VIRTUAL_GPU_JITTER", seed);
+    virtual_gpu::record_timeline(true);
+    for (const Result& result : all_results(settings, data)) {
+      REQUIRE(result.step_seconds == Approx(want * 1e-12));
+      REQUIRE(result.bytes_sent_per_step == 2.0 * (p - 1) / p * shape.parameters() * sizeof(real));
+    }
+    return virtual_gpu::timeline();
+  };
+  std::vector<std::vector<Picoseconds>> ends[2];  // of each GPU's sums in steps 0 and 1
+  for (const int delayed : {0, 1}) {
+    ends[delayed].resize(p);
+    for (const Operation& o : run_with(delayed ? "7" : "0"))
+      if (o.kind == Kind::collective && *o.step) ends[delayed][o.device].push_back(o.end);
+  }
+  REQUIRE((ends[0] == ends[1]));
+  for (const auto& sums : ends[0]) {
+    REQUIRE(sums.size() == 2 * 3);
+    REQUIRE(sums[5] - sums[2] == want);
+  }
+}
+
 TEST_CASE("02: the scaling table has a row for each number of GPUs, with and without overlap",
           "[program]") {
-  const Outcome out = run_command("tools/scaling.sh " + program(name) + " --hidden 32 --steps 2");
+  const Outcome out = run_command("tools/scaling.sh " + program(name) + " 8 --hidden 32 --steps 2");
   INFO(out.out << out.err);
   REQUIRE(out.status == 0);
   REQUIRE(std::count(out.out.begin(), out.out.end(), '\n') == 2 * (2 + 8));
@@ -567,8 +618,13 @@ TEST_CASE("02: the scaling table has a row for each number of GPUs, with and wit
   REQUIRE(rows == 16);
   // A number of GPUs that a chapter or the machine refuses is a row that says why.
   const Outcome refused = run_command("tools/scaling.sh " + program("01_single_gpu") +
-                                      " --hidden 32 --steps 2");
+                                      " 8 --hidden 32 --steps 2");
   REQUIRE(refused.status == 0);
   REQUIRE(refused.out.find("   8    256        -  01_single_gpu: --gpus") != std::string::npos);
-  REQUIRE(run_command("tools/scaling.sh no_such_program").status == 2);
+  REQUIRE(run_command("tools/scaling.sh no_such_program 8").status == 2);
+  REQUIRE(run_command("tools/scaling.sh " + program(name) + " 0").status == 2);
+  // More samples than the digits have; the last row is what was asked for.
+  const Outcome large = run_command("tools/scaling.sh " + program(name) + " 50 --hidden 32");
+  REQUIRE(large.status == 0);
+  REQUIRE(large.out.find("\n  50   1600      yes") != std::string::npos);
 }

@@ -417,6 +417,20 @@ TEST_CASE("07: delays of any thread change no bit and no time") {
   }
 }
 
+TEST_CASE("07: without the arithmetic every operation has the same time") {
+  const Dataset data = uneven_data(23, 5, classes);
+  const auto settings = settings_of(eight_layers, 6, 6, {2, 2, 2}, 3);
+  const auto run_with = [&](const char* skip) {
+    const Variable arithmetic("VIRTUAL_GPU_SKIP_MATH", skip);
+    virtual_gpu::record_timeline(true);
+    run(settings, data);
+    return timetable();
+  };
+  const auto want = run_with("0");
+  REQUIRE(want.size() > 8 * 6 * 20);
+  REQUIRE((run_with("1") == want));
+}
+
 TEST_CASE("07: sends that hold up the host until they are received cannot block each other") {
   const Variable strict("VIRTUAL_GPU_STRICT", "1");
   const Dataset data = uneven_data(23, 5, classes);
