@@ -146,7 +146,7 @@ $(OUT)/bench/%: bench/%.cc $(OUT)/flags $(LIBRARY)
 	@mkdir -p $(@D)
 	$(HOST) $(DEPENDS) $< $(LIBRARY) $(BLAS_LIBS) -lz -o $@
 
-scaling: $$(OUT)/$$(call chapter,$$(or $$(CHAPTER),02))  ## strong and weak scaling of CHAPTER=02 from 1 to GPUS=8, or 1024, GPUs
+scaling: $$(OUT)/$$(call chapter,$$(or $$(CHAPTER),02))  ## strong and weak scaling of CHAPTER=02 on 1 to GPUS=8 (or 1024) GPUs
 	@tools/scaling.sh $< $(or $(GPUS),8) $(ARGS)
 
 mesh: $$(OUT)/07_hybrid  ## every data x pipeline x tensor mesh of GPUS=8 GPUs: time, bytes, memory
