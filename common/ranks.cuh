@@ -256,26 +256,32 @@ inline int run_threads(int first, int size, const std::vector<int>& devices,
   std::condition_variable changed;
   size_t finished = 0;
   std::vector<std::thread> threads;
-  for (size_t i = 0; i < devices.size(); ++i)
-    threads.emplace_back([&, i] {
-      const int rank_number = first + static_cast<int>(i);
-      on_error() = [&](const std::exception& e) { failure.record(rank_number, e); };
+  const auto run_rank = [&](size_t i) {
+    const int rank_number = first + static_cast<int>(i);
+    on_error() = [&](const std::exception& e) { failure.record(rank_number, e); };
+    try {
+      CHECK(cudaSetDevice(devices[i]));  // before any other CUDA call of this thread
+      Rank rank(rank_number, size, devices[i], id, failure);
       try {
-        CHECK(cudaSetDevice(devices[i]));  // before any other CUDA call of this thread
-        Rank rank(rank_number, size, devices[i], id, failure);
-        try {
-          body(rank);
-        } catch (const std::exception& e) {
-          failure.record(rank_number, e);  // before ~Rank leaves peers waiting, their own cause
-          throw;
-        }
+        body(rank);
       } catch (const std::exception& e) {
-        failure.record(rank_number, e);
+        failure.record(rank_number, e);  // before ~Rank leaves peers waiting, their own cause
+        throw;
       }
-      std::lock_guard lock(mutex);
-      ++finished;
-      changed.notify_all();
-    });
+    } catch (const std::exception& e) {
+      failure.record(rank_number, e);
+    }
+    std::lock_guard lock(mutex);
+    ++finished;
+    changed.notify_all();
+  };
+  try {
+    for (size_t i = 0; i < devices.size(); ++i) threads.emplace_back(run_rank, i);
+  } catch (const std::system_error&) {  // those that run wait for the others, while patience lasts
+    failure.record(first + static_cast<int>(threads.size()),
+                   Error("this machine starts no more threads; fewer --gpus, or higher limits "
+                         "(ulimit -u, ulimit -v) would be right"));
+  }
   // A rank inside a call that waits for the one that failed never comes back: after 5 s the
   // process ends without it.
   std::unique_lock lock(mutex);

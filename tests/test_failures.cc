@@ -204,3 +204,20 @@ TEST_CASE("environment: what is right is taken") {
   REQUIRE(contains(small.err, "cudaErrorMemoryAllocation: out of memory: cudaMalloc"));
   REQUIRE(contains(small.err, "of 10240 are free"));
 }
+
+TEST_CASE("environment: where the machine starts no more threads, one line says so") {
+  SKIP_IN_DOUBLE();
+  if (sanitized) return;  // its shadow memory alone is more than these limits
+  // Stacks of 2 GB each: not even a rank's thread fits, or the rank's and no stream's.
+  for (const auto& [limit, where] : {std::pair("1500000", "rank 0: this machine starts no mor"),
+                                     std::pair("3500000", "cudaStreamCreateWithFlags: this mac")}) {
+    const Outcome o = run_command(
+        "ulimit -s 2000000 || exit 77; ulimit -v " + std::string(limit) +
+        "; OPENBLAS_NUM_THREADS=1 " + program("01_single_gpu") + " --quiet");
+    INFO(limit << ": " << o.status << " " << o.err);
+    if (o.status == 77) return;  // this shell may not raise it
+    REQUIRE(o.status == 1);
+    REQUIRE(contains(o.err, where));
+    REQUIRE(std::count(o.err.begin(), o.err.end(), '\n') == 1);
+  }
+}

@@ -341,6 +341,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned int flags) 
     return fail(call, cudaErrorInvalidValue,
                 format("flags %u: only cudaStreamNonBlocking is modelled", flags));
   *stream = reinterpret_cast<cudaStream_t>(create_stream(call.host.device));
+  if (!*stream) return fail(call, cudaErrorMemoryAllocation, "this machine starts no more threads");
   return cudaSuccess;
 }
 

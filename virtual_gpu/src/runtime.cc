@@ -535,6 +535,23 @@ void Stream::record(const Slot& slot, Kind kind, const char* call, Picoseconds s
                           slot.step});
 }
 
+// Its thread is at its end, or never began.
+static void remove_stream(Stream* s) {
+  {
+    Lock lock;
+    runtime().actors.erase(&s->worker);
+    if (--runtime().running == 0) quiescent(lock);  // it left its loop counted
+    keep_operations(std::move(s->operations));
+    std::unique_lock tables(runtime().tables);
+    runtime().streams.erase(s);
+  }
+  DeviceLock guard(device(s->device));
+  device(s->device).streams.erase(s);
+  ++device(s->device).counters.streams_destroyed;
+  delete s;
+}
+
+// Null where the machine has no thread left for it.
 Stream* create_stream(int on_device) {
   auto* s = new Stream;
   s->device = s->worker.device = on_device;
@@ -554,7 +571,12 @@ Stream* create_stream(int on_device) {
     std::unique_lock tables(runtime().tables);
     runtime().streams.insert(s);
   }
-  s->thread = std::thread(work, std::ref(*s));
+  try {
+    s->thread = std::thread(work, std::ref(*s));
+  } catch (const std::system_error&) {
+    remove_stream(s);
+    return nullptr;
+  }
   return s;
 }
 
@@ -569,18 +591,7 @@ void destroy_stream(Stream* s) {
     wake(s->worker);
   }
   s->thread.join();
-  {
-    Lock lock;
-    runtime().actors.erase(&s->worker);
-    if (--runtime().running == 0) quiescent(lock);  // it left its loop counted
-    keep_operations(std::move(s->operations));
-    std::unique_lock tables(runtime().tables);
-    runtime().streams.erase(s);
-  }
-  DeviceLock guard(device(s->device));
-  device(s->device).streams.erase(s);
-  ++device(s->device).counters.streams_destroyed;
-  delete s;
+  remove_stream(s);
 }
 
 Stream& get(cudaStream_t stream) { return *reinterpret_cast<Stream*>(stream); }
