@@ -217,10 +217,20 @@ struct Report {
 };
 
 // Rank 0 reports for all: the largest figure of any rank.
-inline void largest_of_all(Result& result, Rank& rank) {
-  if (rank.size == 1) return;
+inline std::vector<double> figures_of(const Result& result) {
   std::vector<double> figures = {double(result.peak_memory), result.bytes_sent_per_step};
   for (const auto& [kind, bytes] : result.bytes_by_kind) figures.push_back(bytes);
+  return figures;
+}
+inline void set_figures(Result& result, const std::vector<double>& figures) {
+  result.peak_memory = std::llround(figures[0]);
+  result.bytes_sent_per_step = figures[1];
+  for (size_t i = 0; i < result.bytes_by_kind.size(); ++i)
+    result.bytes_by_kind[i].second = figures[2 + i];
+}
+
+// Among ranks that are processes.
+inline void largest_of_all(std::vector<double>& figures, Rank& rank) {
   const auto n = static_cast<int64_t>(figures.size());
   rank.meet();  // the others may still be freeing what they trained with
   Stream stream;
@@ -230,10 +240,6 @@ inline void largest_of_all(Result& result, Rank& rank) {
   rank.world.all_reduce(on_gpu.data(), n, stream, ncclMax);
   on_gpu.download(figures.data(), n, stream);
   rank.wait(stream);
-  result.peak_memory = std::llround(figures[0]);
-  result.bytes_sent_per_step = figures[1];
-  for (size_t i = 0; i < result.bytes_by_kind.size(); ++i)
-    result.bytes_by_kind[i].second = figures[2 + i];
 }
 
 // ---- main ---------------------------------------------------------------------------------
@@ -281,17 +287,24 @@ int run(const Chapter<Settings>& chapter, const Settings& settings, const Option
 
   Report report;
   int device = 0;
+  std::mutex mutex;
+  std::vector<double> largest;  // of the ranks that are threads here
   const int status = run_ranks(place, settings.gpus, settings.share_gpu, argv, [&](Rank& rank) {
     rank.quiet = settings.quiet;
     if (rank.rank == 0 && !settings.quiet)
       print_heading(chapter.name, chapter.title, settings, shape, data);
     Result result = chapter.train(settings, data.train, rank);
-    largest_of_all(result, rank);
+    std::vector<double> figures = figures_of(result);
+    if (place.launched) largest_of_all(figures, rank);
+    const std::lock_guard lock(mutex);
+    largest.resize(figures.size());
+    for (size_t i = 0; i < figures.size(); ++i) largest[i] = std::max(largest[i], figures[i]);
     if (rank.rank == 0) report.result = std::move(result), device = rank.device;
   });
   // Ranks that are processes of their own report by themselves.
   const bool reported_here = !report.result.weights.empty();
   if (status || !reported_here) return status;
+  set_figures(report.result, largest);
 
   if (settings.check) {
     Result yardstick;

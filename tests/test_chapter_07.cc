@@ -546,6 +546,22 @@ TEST_CASE("07: the README points at the lines that it names") {
   REQUIRE(found == 2);
 }
 
+// Rank 0 of this mesh holds the fewest numbers and sends the fewest bytes.
+TEST_CASE("07: without arithmetic the report is the same but for losses and weights", "[program]") {
+  std::string figures[2];
+  for (const int skip : {0, 1}) {
+    const TemporaryFolder folder;
+    const Outcome o = run_command("VIRTUAL_GPU_SKIP_MATH=" + std::to_string(skip) + " " +
+                                  program(name) + " --gpus 8 --dp 1 --pp 4 --tp 2 --hidden " +
+                                  "512,512,512 --steps 3 --report " + folder.path("report"));
+    const std::string report = contents(folder.path("report"));
+    const size_t first = report.find("\"step_seconds\""), last = report.find("\"check\"", first);
+    REQUIRE(last != std::string::npos);
+    figures[skip] = report.substr(first, last - first);
+  }
+  REQUIRE(figures[0] == figures[1]);
+}
+
 TEST_CASE("07: make mesh tries all meshes, and another network has another best one", "[program]") {
   const std::string mesh = "tools/mesh.sh " + program(name) + " 4 --batch 64 ";
   const std::string wide = mesh + "--hidden 128,128,128";
