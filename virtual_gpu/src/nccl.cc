@@ -88,6 +88,7 @@ struct ncclComm {
   std::string left;                // why it takes part no more
   bool aborted = false;
   std::vector<Actor*> waiters;     // for `done`
+  char finished = 0;               // address for publish() and observe(): what the batches wrote
 };
 
 namespace {
@@ -241,13 +242,18 @@ void leave(Lock& lock, ncclComm* comm, const char* why) {
   delete world;
 }
 
-void wait_for_batches(Lock& lock, Host& h, ncclComm& comm, const char* call) {
-  comm.waiters.push_back(&h.actor);
-  const auto finished = [&] { return comm.done == comm.batches; };
-  const auto text = [&] { return format("in %s of %s", call, who(comm).c_str()); };
-  // A failed run's batches end by themselves; until then their memory must stay.
-  while (!block(lock, h.actor, finished, text)) lock.step_aside();
-  comm.waiters.erase(std::find(comm.waiters.begin(), comm.waiters.end(), &h.actor));
+// The host may read what they wrote: that edge too must be seen outside Lock's Quiet.
+void wait_for_batches(Host& h, ncclComm& comm, const char* call) {
+  {
+    Lock lock;
+    comm.waiters.push_back(&h.actor);
+    const auto finished = [&] { return comm.done == comm.batches; };
+    const auto text = [&] { return format("in %s of %s", call, who(comm).c_str()); };
+    // A failed run's batches end by themselves; until then their memory must stay.
+    while (!block(lock, h.actor, finished, text)) lock.step_aside();
+    comm.waiters.erase(std::find(comm.waiters.begin(), comm.waiters.end(), &h.actor));
+  }
+  observe(&comm.finished);
 }
 
 // Lines for a deadlock's report: who is missing, and why.
@@ -528,6 +534,7 @@ void run_batch(Stream& stream, Slot& slot) {
     if (!r.transfer() && !run_failed()) end = meet(stream, slot, *batch, r, end);
   end = exchange(stream, slot, *batch, end);
   stream.now = end;
+  publish(&comm.finished);
   Lock lock;
   comm.end = end;
   ++stream.nccl_done;
@@ -886,8 +893,8 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (!comm) return ncclSuccess;
   if (!known(comm))
     return refuse(call, ncclInvalidArgument, "comm is no live communicator (destroyed twice?)");
+  wait_for_batches(call.host, *comm, "ncclCommDestroy");
   Lock lock;
-  wait_for_batches(lock, call.host, *comm, "ncclCommDestroy");
   leave(lock, comm, "has left (ncclCommDestroy)");
   return call.ok() || run_failed() ? ncclSuccess : ncclSystemError;
 }
@@ -897,15 +904,18 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   Call call("ncclCommAbort");
   if (!comm) return ncclSuccess;
   if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
+  {
+    Lock lock;
+    comm->aborted = true;
+    for (const auto& [_, c] : comm->world->collectives)
+      if (c->from[comm->rank].worker) wake(*c->from[comm->rank].worker);
+    for (auto* table : {&comm->world->sends, &comm->world->recvs})
+      for (const auto& [_, queue] : *table)
+        for (const auto& t : queue)
+          if (t->device == comm->device) wake(*t->worker);
+  }
+  wait_for_batches(call.host, *comm, "ncclCommAbort");
   Lock lock;
-  comm->aborted = true;
-  for (const auto& [_, c] : comm->world->collectives)
-    if (c->from[comm->rank].worker) wake(*c->from[comm->rank].worker);
-  for (auto* table : {&comm->world->sends, &comm->world->recvs})
-    for (const auto& [_, queue] : *table)
-      for (const auto& t : queue)
-        if (t->device == comm->device) wake(*t->worker);
-  wait_for_batches(lock, call.host, *comm, "ncclCommAbort");
   leave(lock, comm, "has left (ncclCommAbort)");
   return call.ok() || run_failed() ? ncclSuccess : ncclSystemError;
 }
