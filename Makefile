@@ -191,18 +191,17 @@ test:  ## all tests, in float and in double; the last line is "N passed, N faile
 	@for real in float double; do \
 	  $(MAKE) -k --no-print-directory BACKEND=virtual REAL=$$real test-one || \
 	    echo "0 1" > $(BUILD)/counts/$$real-did-not-build; \
-	done; cat $(BUILD)/counts/* | awk '{ p += $$1; f += $$2 } \
-	  END { print p + 0 " passed, " f + 0 " failed"; exit f > 0 || p == 0 }'
+	done; tools/summary.sh $(BUILD)/counts
 
 # Each test program leaves "passed failed"; one that crashes leaves no failure of its own, so its
 # exit status counts as one. What it says is shown when it has ended, for two run at a time. In
 # double the chapters are tested in the tests' own process; their programs are the same in float.
 test-one: $(TESTS:%=%.ran)
 $(OUT)/tests/%.ran: $(OUT)/tests/% $(if $(filter double,$(REAL)),,$(PROGRAMS) $(TEST_PROGRAMS)) FORCE
-	@mkdir -p $(BUILD)/counts; counts=$(BUILD)/counts/$(notdir $(OUT))-$*; rm -f $$counts; \
+	@mkdir -p $(BUILD)/counts; counts=$(BUILD)/counts/$(notdir $(OUT))-$*; rm -f $$counts $$counts.said; \
 	COUNTS=$$counts $< $(TEST_ARGS) $(if $(filter double,$(REAL)),'~[program]~[.]') < /dev/null > $@ 2>&1 || \
 	  grep -qs ' [1-9]' $$counts || echo "0 1" >> $$counts; \
-	echo "== $<"; cat $@
+	cp $@ $$counts.said; echo "== $<"; cat $@
 
 papers:  ## write docs/papers.md: what papers print, beside the programs' own
 	@$(MAKE) --no-print-directory BACKEND=virtual REAL=float ONLY=test_papers \
