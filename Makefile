@@ -170,7 +170,7 @@ pictures:  ## the READMEs' timelines, in docs/pictures
 	@tools/pictures.sh $(BUILD)/virtual-float docs/pictures
 
 ## profile-NN        a chapter in NVIDIA's profiler: build/profile-NN.nsys-rep (BACKEND=cuda)
-profile-%: $$(if $$(filter cuda,$$(BACKEND)),$$(addprefix $$(OUT)/,$$(call chapter,$$*)))
+profile-%: $$(if $$(filter cuda,$$(BACKEND)),$$(if $$(shell command -v nsys),$$(addprefix $$(OUT)/,$$(call chapter,$$*))))
 	$(if $(call chapter,$*),,$(error no chapter $*; there is $(CHAPTERS)))
 	@[ $(BACKEND) = cuda ] || { echo "BACKEND=$(BACKEND) has no profiler: BACKEND=cuda and a GPU would" \
 	  "be right, or make timeline-$*" >&2; exit 2; }

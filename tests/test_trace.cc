@@ -220,6 +220,15 @@ TEST_CASE("a stream in which nothing takes time has no row, a GPU always has one
   CHECK(lines[2].substr(0, 5) == "GPU 2");
 }
 
+TEST_CASE("a stream that has messages of one direction only says of which") {
+  const auto lines = lines_of(draw_text({operation(0, 1, Kind::transfer, "F 0", 0, 10),
+                                         operation(0, 1, Kind::transfer, "F 1", 20, 30),
+                                         operation(0, 2, Kind::transfer, "B 0", 10, 20),
+                                         operation(0, 2, Kind::transfer, "F 2", 20, 30)}));
+  CHECK(lines[0].substr(7, 8) == "comm F  ");
+  CHECK(lines[1].substr(7, 8) == "comm    ");
+}
+
 TEST_CASE("SVG: kinds of work are told apart, by pattern too") {
   const std::string svg = draw_svg({operation(0, 0, Kind::gemm, "forward 0", 0, 10),
                                     operation(0, 0, Kind::kernel, "F 1'", 10, 20),
@@ -517,7 +526,7 @@ TEST_CASE("a step that never ran leaves no picture, and the old one as it was") 
 
 // ---- make timeline-NN, make pictures, make run ----------------------------------------------
 
-TEST_CASE("docs/pictures are what make pictures draws, byte for byte") {
+TEST_CASE("docs/pictures are what make pictures draws, byte for byte", "[program]") {
   const TemporaryFolder folder;
   const Outcome run = run_command("VIRTUAL_GPU=t4 tools/pictures.sh " + program("") + " " +
                                   folder.name());
@@ -537,7 +546,8 @@ TEST_CASE("docs/pictures are what make pictures draws, byte for byte") {
   CHECK(made.size() == 13);
 }
 
-TEST_CASE("a chapter's timeline fits a terminal, and options override its defaults") {
+TEST_CASE("a chapter's timeline fits a terminal, and options override its defaults",
+          "[program]") {
   const auto timeline = [](const std::string& chapter, const std::string& options = "",
                            const std::string& variables = "") {
     return run_command(variables + " tools/timeline.sh " + program(chapter) + " " + options);

@@ -87,12 +87,14 @@ std::map<int, double> busy_parts(const std::vector<Operation>& operations, Picos
 }
 
 std::string role_of(const std::vector<Box>& boxes) {
-  bool computes = false, talks = false;
+  bool computes = false, talks = false, alike = true;
   for (const Box& b : boxes) {
     computes |= b.look <= arithmetic;
     talks |= b.look == communication;
+    alike &= b.name == boxes[0].name && (b.name == "F" || b.name == "B");
   }
-  return computes ? "compute" : talks ? "comm" : boxes.empty() ? "" : "copy";
+  if (computes || !talks) return computes ? "compute" : boxes.empty() ? "" : "copy";
+  return alike ? "comm " + boxes[0].name : "comm";
 }
 
 Picture arrange(const std::vector<Operation>& operations) {
