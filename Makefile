@@ -17,7 +17,7 @@ ifndef BACKEND
     BACKEND := $(if $(GPU_ARCH),cuda,virtual)
     WHY := nvcc and $(if $(GPU_ARCH),a GPU,no GPU)
   endif
-  ifeq ($(filter help clean test papers curves pictures timeline-%,$(MAKECMDGOALS)),)
+  ifeq ($(filter help clean test papers curves pictures repetition timeline-%,$(MAKECMDGOALS)),)
     $(info BACKEND=$(BACKEND), for there is $(WHY))
   endif
 endif
@@ -69,7 +69,7 @@ endif
 CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
 
 .DEFAULT_GOAL := all
-.PHONY: all run bench scaling mesh test test-one papers curves pictures help tools clean FORCE
+.PHONY: all run bench scaling mesh test test-one papers curves pictures repetition help tools clean FORCE
 .SECONDARY:
 .SECONDEXPANSION:
 
@@ -184,6 +184,9 @@ diff-%:
 	@new=$(call chapter,$*)/train.cuh; base=$$(sed -n '1s/.*Base: *\([0-9a-z_]*\).*/\1/p' $$new); \
 	if [ -f "$$base/train.cuh" ]; then diff -u $$base/train.cuh $$new || [ $$? = 1 ]; \
 	else echo "chapter $* builds on no other"; fi
+
+repetition:  ## what part of the chapters' lines is distinct, and how many each technique changes
+	@tools/repetition.sh $(CHAPTERS)
 
 # ---- testing ------------------------------------------------------------------------------
 test:  ## all tests, in float and in double; the last line is "N passed, N failed"
