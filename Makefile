@@ -41,8 +41,10 @@ comma    := ,
 OUT      := $(BUILD)/$(BACKEND)-$(REAL)$(if $(SANITIZE),-$(subst $(comma),-,$(SANITIZE)))
 PROGRAMS := $(CHAPTERS:%=$(OUT)/%)
 # ONLY names a few. In double only what computes with `real`; the virtual GPU's own tests are the same for both.
-SOURCES  := $(filter-out tests/main.cc,$(if $(ONLY),$(ONLY:%=tests/%.cc),$(if $(filter double,$(REAL)),$(shell \
-              grep -lE 'include "(harness|stages|\.\./common/sgd)' tests/*.cc),$(wildcard tests/*.cc))))
+ALL_TESTS := $(filter-out tests/main.cc,$(if $(filter double,$(REAL)),$(shell \
+               grep -lE 'include "(harness|stages|\.\./common/sgd)' tests/*.cc),$(wildcard tests/*.cc)))
+$(foreach t,$(ONLY),$(if $(wildcard tests/$t.cc),,$(error no tests/$t.cc, which ONLY names)))
+SOURCES  := $(if $(ONLY),$(filter $(ONLY:%=tests/%.cc),$(ALL_TESTS)),$(ALL_TESTS))
 TESTS    := $(SOURCES:tests/%.cc=$(OUT)/tests/%)
 GPU_OUT  := $(BUILD)/virtual_gpu$(if $(SANITIZE),-$(subst $(comma),-,$(SANITIZE)))
 OBJECTS  := $(patsubst virtual_gpu/src/%.cc,$(GPU_OUT)/%.o,$(wildcard virtual_gpu/src/*.cc))

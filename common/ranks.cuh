@@ -282,13 +282,13 @@ inline int run_threads(int first, int size, const std::vector<int>& devices,
                    Error("this machine starts no more threads; fewer --gpus, or higher limits "
                          "(ulimit -u, ulimit -v) would be right"));
   }
-  // A rank inside a call that waits for the one that failed never comes back: after 5 s the
+  // A rank inside a call that waits for the one that failed never comes back: after 2 s the
   // process ends without it.
   std::unique_lock lock(mutex);
   for (auto patience_until = Clock::time_point::max(); finished < threads.size();) {
     changed.wait_for(lock, std::chrono::milliseconds(100));
     if (!failure.status()) continue;
-    patience_until = std::min(patience_until, Clock::now() + std::chrono::seconds(5));
+    patience_until = std::min(patience_until, Clock::now() + std::chrono::seconds(2));
     if (Clock::now() > patience_until) std::_Exit(failure.status());
   }
   lock.unlock();
