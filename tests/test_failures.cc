@@ -221,3 +221,25 @@ TEST_CASE("environment: where the machine starts no more threads, one line says 
     REQUIRE(std::count(o.err.begin(), o.err.end(), '\n') == 1);
   }
 }
+
+TEST_CASE("failures: a run of the tests ends in its counts, and shows what the failed one said") {
+  SKIP_IN_DOUBLE();
+  const TemporaryFolder folder;
+  const auto write = [&](const char* name, const char* text) {
+    std::ofstream(folder.path(name)) << text;
+  };
+  const std::string sum = "tools/summary.sh " + folder.name();
+  const Outcome none = run_command(sum);
+  REQUIRE(none.status != 0);
+  REQUIRE(none.out == "0 passed, 0 failed\n");
+  write("good", "3 0\n");
+  write("good.said", "all is well\n");
+  const Outcome good = run_command(sum);
+  REQUIRE(good.status == 0);
+  REQUIRE(good.out == "3 passed, 0 failed\n");
+  write("bad", "2 1\n");
+  write("bad.said", "this went wrong\n");
+  const Outcome bad = run_command(sum);
+  REQUIRE(bad.status == 1);
+  REQUIRE(bad.out == "FAILED: bad\nthis went wrong\n5 passed, 1 failed\n");
+}

@@ -5,7 +5,7 @@
 cd "$1" || exit 1
 for test in *; do
   case $test in *.said) continue ;; esac
-  awk '{ failed += $2 } END { exit failed == 0 }' "$test" || {
+  [ ! -e "$test" ] || awk '{ failed += $2 } END { exit failed > 0 }' "$test" || {
     echo "FAILED: $test"
     [ ! -e "$test.said" ] || tail -n 40 "$test.said"
   }
