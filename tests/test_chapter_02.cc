@@ -251,7 +251,7 @@ TEST_CASE("02: any bucket size, NCCL's all-reduce or the star, and any timing: t
   }
 }
 
-TEST_CASE("02: random delays change neither a bit nor a time") {
+TEST_CASE("02: random delays change neither a bit nor a time", "[order]") {
   const Dataset data = uneven_data(21, 5, 3);
   auto settings = settings_of({7, 6}, 3, 8, 200, 3);
   settings.bucket_bytes = 0;

@@ -276,7 +276,8 @@ TEST_CASE("03: a rate divided by the age is another rate") {
   REQUIRE(plain.weights != aware.weights);
 }
 
-TEST_CASE("03: on the virtual GPU the order is the same at every run, whatever the delays") {
+TEST_CASE("03: on the virtual GPU the order is the same at every run, whatever the delays",
+          "[order]") {
   const Dataset data = uneven_data(67, 5, 3);
   for (const Mode mode : {Mode::sync, Mode::ssp, Mode::async})
     for (const char* hardware : {"ideal", "h100"}) {
@@ -472,7 +473,7 @@ TEST_CASE("03: d + 1 workers turn where delay d does") {
     }
 }
 
-TEST_CASE("03: 8 workers' 8000 pushes are each applied once, to every parameter") {
+TEST_CASE("03: 8 workers' 8000 pushes are each applied once, to every parameter", "[order]") {
   const Dataset data = uneven_data(8, 99, 100);  // 99 * 100 + 100 parameters
   for (const Mode mode : {Mode::async, Mode::ssp}) {
     Virtual machine("h100", {{"VIRTUAL_GPU_COUNT", "9"}, {"VIRTUAL_GPU_JITTER", "5"}});

@@ -264,7 +264,7 @@ TEST_CASE("06: a micro-batch keeps its labels and its size on the way through al
   }
 }
 
-TEST_CASE("06: random delays change neither a bit nor a time") {
+TEST_CASE("06: random delays change neither a bit nor a time", "[order]") {
   const Dataset data = uneven_data(21, 5, 3);
   for (const Schedule schedule : schedules) {
     const auto settings = settings_of({7, 9, 6, 8, 5}, 3, 8, 6, 3, 5, schedule);

@@ -404,7 +404,7 @@ TEST_CASE("07: the last micro-batch's backward hides the gradient's all-reduce")
   }
 }
 
-TEST_CASE("07: delays of any thread change no bit and no time") {
+TEST_CASE("07: delays of any thread change no bit and no time", "[order]") {
   const Dataset data = uneven_data(23, 5, classes);
   const auto settings = settings_of(eight_layers, 6, 6, {2, 2, 2}, 3);
   const Hardware h100("h100");

@@ -550,7 +550,7 @@ TEST_CASE("08: the story of the scale names the update, the skip and the scale, 
 
 // ---- timing, failure, and what is left -------------------------------------------------------
 
-TEST_CASE("08: delays of any thread change no bit and no time") {
+TEST_CASE("08: delays of any thread change no bit and no time", "[order]") {
   const Dataset data = uneven_data(23, 5, classes);
   auto settings = settings_of(eight_layers, 7, 6, {2, 2, 2}, 2);
   settings.accumulate = 2;

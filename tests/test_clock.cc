@@ -82,7 +82,6 @@ void require_all(const std::vector<Picoseconds>& got, Picoseconds wanted) {
 // ---- the table -----------------------------------------------------------------------------
 
 TEST_CASE("clock: a kernel is launch + 3 * threads * element size / memory bandwidth") {
-  SKIP_IN_DOUBLE();
   for (const Machine& m : machines) {
     for (const unsigned n : {1u, 1000u, 100'000'000u}) {
       REQUIRE(time_of_one(m.hardware, [&](cudaStream_t s) {
@@ -98,7 +97,6 @@ TEST_CASE("clock: a kernel is launch + 3 * threads * element size / memory bandw
 }
 
 TEST_CASE("clock: copies are launch + bytes / the path's bandwidth") {
-  SKIP_IN_DOUBLE();
   static char host[100001];
   for (const Machine& m : machines)
     for (const size_t n : {size_t{1}, sizeof host}) {
@@ -120,7 +118,6 @@ TEST_CASE("clock: copies are launch + bytes / the path's bandwidth") {
 }
 
 TEST_CASE("clock: a GEMM is launch + the longer of arithmetic and memory") {
-  SKIP_IN_DOUBLE();
   const auto gemm = [](const std::string& hardware, int m, int n, int k) {
     return time_of_one(hardware, [=](cudaStream_t s) {
       cublasHandle_t handle = nullptr;
@@ -144,7 +141,6 @@ TEST_CASE("clock: a GEMM is launch + the longer of arithmetic and memory") {
 }
 
 TEST_CASE("clock: all-reduce is 2(p-1) latencies + 2(p-1)/p of the bytes") {
-  SKIP_IN_DOUBLE();
   for (const Machine& m : machines)
     for (const int p : {1, 2, 3, 4, 8})
       for (const size_t n : {1, 1001})
@@ -153,7 +149,6 @@ TEST_CASE("clock: all-reduce is 2(p-1) latencies + 2(p-1)/p of the bytes") {
 }
 
 TEST_CASE("clock: reduce-scatter and all-gather are p-1 latencies + (p-1)/p of the whole") {
-  SKIP_IN_DOUBLE();
   for (const Machine& m : machines)
     for (const int p : {2, 3, 8}) {
       const size_t n = 501;
@@ -175,7 +170,6 @@ TEST_CASE("clock: reduce-scatter and all-gather are p-1 latencies + (p-1)/p of t
 }
 
 TEST_CASE("clock: broadcast and reduce are p-1 latencies + the bytes") {
-  SKIP_IN_DOUBLE();
   for (const Machine& m : machines)
     for (const int p : {2, 3, 8}) {
       const size_t n = 333;
@@ -206,7 +200,6 @@ void message(TestRank& r, size_t n, int from, int to) {
 }  // namespace
 
 TEST_CASE("clock: a message is latency + bytes, from the later of the two") {
-  SKIP_IN_DOUBLE();
   for (const Machine& m : machines)
     for (const unsigned late : {0u, 1u, 2u}) {  // nobody, the sender, the receiver
       const auto got = times(m.hardware, 2, [&](TestRank& r) {
@@ -220,7 +213,6 @@ TEST_CASE("clock: a message is latency + bytes, from the later of the two") {
 }
 
 TEST_CASE("clock: a message to oneself moves at the memory's bandwidth") {
-  SKIP_IN_DOUBLE();
   require_all(times(machines[0].hardware, 1,
                     [](TestRank& r) {
                       float* x = r.filled<float>(2000);
@@ -233,7 +225,6 @@ TEST_CASE("clock: a message to oneself moves at the memory's bandwidth") {
 }
 
 TEST_CASE("clock: what crosses nodes goes at the network's rate") {
-  SKIP_IN_DOUBLE();
   for (const Machine& m : machines) {
     const std::string two_a_node = std::string(m.hardware) + ",node_gpus=2";
     require_all(times(two_a_node, 4, [](TestRank& r) { all_reduce(r, 64); }),
@@ -248,7 +239,6 @@ TEST_CASE("clock: what crosses nodes goes at the network's rate") {
 }
 
 TEST_CASE("clock: a part of a split has the link of its own GPUs") {
-  SKIP_IN_DOUBLE();
   const Machine& m = machines[0];
   const auto split_all_reduce = [&](int (*color)(int)) {
     return times(std::string(m.hardware) + ",node_gpus=2", 4, [=](TestRank& r) {
@@ -266,7 +256,6 @@ TEST_CASE("clock: a part of a split has the link of its own GPUs") {
 // ---- who waits for whom --------------------------------------------------------------------
 
 TEST_CASE("clock: a collective starts at the last of its ranks") {
-  SKIP_IN_DOUBLE();
   const auto got = times(countable, 3, [](TestRank& r) {
     busy(r.stream, r.filled<float>(1), 1000 * (r.rank + 1));
     all_reduce(r, 300);
@@ -275,7 +264,6 @@ TEST_CASE("clock: a collective starts at the last of its ranks") {
 }
 
 TEST_CASE("clock: work starts no earlier than its call, its stream, and its events") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream a, b;
   TestEvent event;
@@ -299,14 +287,12 @@ TEST_CASE("clock: work starts no earlier than its call, its stream, and its even
 }
 
 TEST_CASE("clock: launches cost their stream's time, each") {
-  SKIP_IN_DOUBLE();
   REQUIRE(time_of_one("ideal,launch=3e-6", [](cudaStream_t s) {
             for (int i = 0; i < 5; ++i) busy(s, device_array<float>(1), 1);
           }) == 15'000'000);
 }
 
 TEST_CASE("clock: one communicator does one thing after the other, two overlap") {
-  SKIP_IN_DOUBLE();
   const auto two_streams = [](bool two_communicators) {
     return times(countable, 2, [=](TestRank& r) {
       TestStream second;
@@ -324,7 +310,6 @@ TEST_CASE("clock: one communicator does one thing after the other, two overlap")
 }
 
 TEST_CASE("clock: communication overlaps the compute stream's work") {
-  SKIP_IN_DOUBLE();
   require_all(times(countable, 2,
                     [](TestRank& r) {
                       TestStream compute;
@@ -337,7 +322,6 @@ TEST_CASE("clock: communication overlaps the compute stream's work") {
 }
 
 TEST_CASE("clock: messages of one group share the link of the rank that they go to or come from") {
-  SKIP_IN_DOUBLE();
   const auto to_or_from_zero = [](bool gathers, bool grouped) {
     return times(countable, 4, [=](TestRank& r) {
       float* x = r.filled<float>(400);
@@ -363,7 +347,6 @@ TEST_CASE("clock: messages of one group share the link of the rank that they go 
 }
 
 TEST_CASE("clock: both directions of a link are independent") {
-  SKIP_IN_DOUBLE();
   require_all(times(countable, 2,
                     [](TestRank& r) {
                       float* x = r.filled<float>(200);
@@ -376,7 +359,6 @@ TEST_CASE("clock: both directions of a link are independent") {
 }
 
 TEST_CASE("clock: in `ideal` everything but arithmetic is free") {
-  SKIP_IN_DOUBLE();
   require_all(times("ideal", 4,
                     [](TestRank& r) {
                       busy(r.stream, r.filled<float>(1), 1'000'000);
@@ -428,7 +410,6 @@ std::vector<virtual_gpu::Operation> story(const std::string& jitter) {
 }  // namespace
 
 TEST_CASE("clock: the timeline is the same at every run, whatever the threads' timing") {
-  SKIP_IN_DOUBLE();
   const auto wanted = story("");
   REQUIRE(wanted.size() == 4 * 4 * (2 + 2 + 2));
   for (const char* jitter : {"", "1", "2", "3", "12345678901234"}) {
@@ -445,7 +426,6 @@ TEST_CASE("clock: the timeline is the same at every run, whatever the threads' t
 }
 
 TEST_CASE("clock: the timeline knows call, kind, bytes and times of each operation") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   virtual_gpu::record_timeline(true);
   on_ranks(2, [](TestRank& r) {
@@ -480,7 +460,6 @@ TEST_CASE("clock: the timeline knows call, kind, bytes and times of each operati
 }
 
 TEST_CASE("clock: without the arithmetic the times are the same, and nothing is written") {
-  SKIP_IN_DOUBLE();
   Picoseconds end[2];
   for (const int skip : {0, 1}) {
     Fresh fresh{{"VIRTUAL_GPU", "h100"}, {"VIRTUAL_GPU_SKIP_MATH", std::to_string(skip)}};
@@ -502,7 +481,6 @@ TEST_CASE("clock: without the arithmetic the times are the same, and nothing is 
 }
 
 TEST_CASE("clock: bytes sent are the table's") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(4, [](TestRank& r) {
     float* x = r.filled<float>(400);
@@ -528,7 +506,6 @@ TEST_CASE("clock: bytes sent are the table's") {
 // ---- the presets ---------------------------------------------------------------------------
 
 TEST_CASE("hardware: every preset is there, and a field changes it alone") {
-  SKIP_IN_DOUBLE();
   for (const char* name :
        {"ideal", "h100", "a100", "v100", "t4", "l4", "rtx4090", "rtx3060", "slownet"}) {
     Fresh fresh{{"VIRTUAL_GPU", name}};
@@ -542,7 +519,6 @@ TEST_CASE("hardware: every preset is there, and a field changes it alone") {
 }
 
 TEST_CASE("hardware: configure() changes what follows") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   virtual_gpu::configure("ideal,launch=2e-12,memory=1K");
   TestStream stream;

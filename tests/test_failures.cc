@@ -47,7 +47,6 @@ TEST_CASE("failures: chapter 01 ends with a message for every call that can fail
 }
 
 TEST_CASE("failures: two ranks end with a message for every call of either that can fail") {
-  SKIP_IN_DOUBLE();
   const std::string right = "30 30\n";
   REQUIRE(run_command(program("programs/two_ranks")).out == right);
   for (const char* rank : {":0", ":1"}) {
@@ -60,7 +59,6 @@ TEST_CASE("failures: two ranks end with a message for every call of either that 
 }
 
 TEST_CASE("failures: in the virtual GPU's own interface the n-th call fails, and no other") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_FAIL", "3:1"}};
   void* p = nullptr;
   int d = 0;
@@ -87,7 +85,6 @@ void nccl_call_fails(int n, const std::function<ncclResult_t(ncclComm_t)>& call)
 }  // namespace
 
 TEST_CASE("failures: NCCL's small calls fail when told to as well") {
-  SKIP_IN_DOUBLE();
   nccl_call_fails(3, [](ncclComm_t c) {
     int x;
     return ncclCommCount(c, &x);
@@ -138,7 +135,6 @@ void refused(const std::string& variable, const std::string& value, const std::s
 }  // namespace
 
 TEST_CASE("environment: an unknown preset or field is refused with those that there are") {
-  SKIP_IN_DOUBLE();
   refused("VIRTUAL_GPU", "h1000", "VIRTUAL_GPU=h1000: no such preset; there are ideal, h100");
   refused("VIRTUAL_GPU", ",launch=1", "no such preset");
   refused("VIRTUAL_GPU", "ideal,speed=3", "no field 'speed'; there are bf16, fp16");
@@ -153,7 +149,6 @@ TEST_CASE("environment: an unknown preset or field is refused with those that th
 }
 
 TEST_CASE("environment: a malformed size is refused") {
-  SKIP_IN_DOUBLE();
   for (const char* value :
        {"0", "-5", "64MB", "abc", "M", "nan", "inf", "1e30", "1e12G", "0.5", "64 M"}) {
     refused(
@@ -164,7 +159,6 @@ TEST_CASE("environment: a malformed size is refused") {
 }
 
 TEST_CASE("environment: numbers are whole, inside their range, and nothing else") {
-  SKIP_IN_DOUBLE();
   const std::string whole = " is not a whole number from ";
   for (const char* value : {"-1", "5000", "x", "1.5", "99999999999999999999"})
     refused("VIRTUAL_GPU_COUNT", value, value + whole + "0 to 4096");
@@ -179,7 +173,6 @@ TEST_CASE("environment: numbers are whole, inside their range, and nothing else"
 }
 
 TEST_CASE("environment: no visible GPU is refused by the chapter") {
-  SKIP_IN_DOUBLE();
   for (const char* variable :
        {"CUDA_VISIBLE_DEVICES=", "CUDA_VISIBLE_DEVICES=-1", "VIRTUAL_GPU_COUNT=0"}) {
     const Outcome o = run_command(std::string("env ") + variable + " " + program("01_single_gpu") +
@@ -191,7 +184,6 @@ TEST_CASE("environment: no visible GPU is refused by the chapter") {
 }
 
 TEST_CASE("environment: what is right is taken") {
-  SKIP_IN_DOUBLE();
   const Outcome o = run_command(
       "VIRTUAL_GPU=t4,launch=0,node_gpus=3 VIRTUAL_GPU_MEMORY=1.5M VIRTUAL_GPU_COUNT=1 "
       "VIRTUAL_GPU_JITTER=0 VIRTUAL_GPU_INIT_SECONDS=3600 VIRTUAL_GPU_STRICT=1 " +
@@ -206,7 +198,6 @@ TEST_CASE("environment: what is right is taken") {
 }
 
 TEST_CASE("environment: where the machine starts no more threads, one line says so") {
-  SKIP_IN_DOUBLE();
   if (sanitized) return;  // its shadow memory alone is more than these limits
   // Stacks of 2 GB each: not even a rank's thread fits, or the rank's and no stream's.
   for (const auto& [limit, where] : {std::pair("1500000", "rank 0: this machine starts no mor"),
@@ -223,7 +214,6 @@ TEST_CASE("environment: where the machine starts no more threads, one line says 
 }
 
 TEST_CASE("failures: a run of the tests ends in its counts, and shows what the failed one said") {
-  SKIP_IN_DOUBLE();
   const TemporaryFolder folder;
   const auto write = [&](const char* name, const char* text) {
     std::ofstream(folder.path(name)) << text;

@@ -55,7 +55,6 @@ void kernel_refused(cudaStream_t stream, float* p, std::vector<std::string> said
 // ---- pointers ------------------------------------------------------------------------------
 
 TEST_CASE("memory: a host pointer is refused by kernel, copy and memset") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float on_host[4];
@@ -65,7 +64,6 @@ TEST_CASE("memory: a host pointer is refused by kernel, copy and memset") {
 }
 
 TEST_CASE("memory: another GPU's pointer is refused by kernel, copy and memset") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   MUST(cudaSetDevice(2));
@@ -77,7 +75,6 @@ TEST_CASE("memory: another GPU's pointer is refused by kernel, copy and memset")
 }
 
 TEST_CASE("memory: a freed pointer is refused by kernel, copy and memset") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   // Larger than what a test allocates later, so that its address is not used again.
@@ -89,7 +86,6 @@ TEST_CASE("memory: a freed pointer is refused by kernel, copy and memset") {
 }
 
 TEST_CASE("memory: pinned host memory is refused where a GPU's is needed") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* pinned = nullptr;
@@ -99,7 +95,6 @@ TEST_CASE("memory: pinned host memory is refused where a GPU's is needed") {
 }
 
 TEST_CASE("memory: a range past the allocation's end is refused with its extent") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* p = device_array<float>(10);
@@ -113,7 +108,6 @@ TEST_CASE("memory: a range past the allocation's end is refused with its extent"
 }
 
 TEST_CASE("memory: a device pointer is refused where host memory is needed") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* p = device_array<float>(4);
@@ -126,7 +120,6 @@ TEST_CASE("memory: a device pointer is refused where host memory is needed") {
 }
 
 TEST_CASE("memory: only the three device copies have a direction") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* p = device_array<float>(4);
@@ -137,7 +130,6 @@ TEST_CASE("memory: only the three device copies have a direction") {
 }
 
 TEST_CASE("memory: a null kernel argument is passed on") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* p = device_array<float>(1);
@@ -150,7 +142,6 @@ TEST_CASE("memory: a null kernel argument is passed on") {
 // ---- allocation ----------------------------------------------------------------------------
 
 TEST_CASE("memory: cudaMalloc(0) is success and NULL, cudaFree(0) is success") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   void* p = &fresh;
   REQUIRE(cudaMalloc(&p, 0) == cudaSuccess);
@@ -161,7 +152,6 @@ TEST_CASE("memory: cudaMalloc(0) is success and NULL, cudaFree(0) is success") {
 }
 
 TEST_CASE("memory: freeing twice, inside, or what is no allocation is an error") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   float on_host = 0;
   float *p = device_array<float>(1000), *pinned = nullptr;
@@ -179,7 +169,6 @@ TEST_CASE("memory: freeing twice, inside, or what is no allocation is an error")
 }
 
 TEST_CASE("memory: too much is cudaErrorMemoryAllocation, and not sticky") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_MEMORY", "64K"}};
   char *a = device_array<char>(60000), *b = a;
   fails_with(cudaMalloc(&b, 5537), cudaErrorMemoryAllocation,
@@ -200,7 +189,6 @@ TEST_CASE("memory: too much is cudaErrorMemoryAllocation, and not sticky") {
 }
 
 TEST_CASE("memory: the preset's size counts where VIRTUAL_GPU_MEMORY is not set") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", "t4"}};
   size_t free = 0, total = 0;
   MUST(cudaMemGetInfo(&free, &total));
@@ -210,7 +198,6 @@ TEST_CASE("memory: the preset's size counts where VIRTUAL_GPU_MEMORY is not set"
 }
 
 TEST_CASE("memory: counters tell what is used, the peak, and every call") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   char *a = device_array<char>(1000), *b = device_array<char>(500), *pinned = nullptr;
   MUST(cudaFree(a));
@@ -228,7 +215,6 @@ TEST_CASE("memory: counters tell what is used, the peak, and every call") {
 }
 
 TEST_CASE("memory: new memory is NaN, pinned memory too") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   float *p = device_array<float>(1001), *pinned = nullptr;
   MUST(cudaMallocHost(&pinned, 4004));
@@ -241,7 +227,6 @@ TEST_CASE("memory: new memory is NaN, pinned memory too") {
 }
 
 TEST_CASE("memory: cudaFree waits for the work that uses the memory") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream stream;
   float* p = device_array<float>(1);
@@ -252,7 +237,6 @@ TEST_CASE("memory: cudaFree waits for the work that uses the memory") {
 }
 
 TEST_CASE("memory: a copy or memset of no bytes is nothing") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   REQUIRE(cudaMemcpyAsync(nullptr, nullptr, 0, cudaMemcpyHostToDevice, stream) == cudaSuccess);
@@ -263,7 +247,6 @@ TEST_CASE("memory: a copy or memset of no bytes is nothing") {
 // ---- streams and launches that are refused -------------------------------------------------
 
 TEST_CASE("memory: stream 0 is refused by every call that takes a stream") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestEvent event;
   float *p = device_array<float>(1), host = 0;
@@ -280,7 +263,6 @@ TEST_CASE("memory: stream 0 is refused by every call that takes a stream") {
 }
 
 TEST_CASE("launch: a kernel on another device's stream is 400 and names both") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   MUST(cudaSetDevice(3));
@@ -289,7 +271,6 @@ TEST_CASE("launch: a kernel on another device's stream is 400 and names both") {
 }
 
 TEST_CASE("launch: an empty or too large grid or block is 9, and not sticky") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* p = device_array<float>(1);
@@ -321,7 +302,6 @@ TEST_CASE("launch: an empty or too large grid or block is 9, and not sticky") {
 }
 
 TEST_CASE("launch: shared memory, attributes and too many arguments are refused") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float* p = device_array<float>(1);
@@ -344,7 +324,6 @@ TEST_CASE("launch: shared memory, attributes and too many arguments are refused"
 // ---- errors --------------------------------------------------------------------------------
 
 TEST_CASE("errors: an illegal address is sticky for its device, and for no other") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   float host = 0, *p = device_array<float>(1);
@@ -367,7 +346,6 @@ TEST_CASE("errors: an illegal address is sticky for its device, and for no other
 }
 
 TEST_CASE("errors: the last error is the thread's own; Get clears it, Peek does not") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   REQUIRE(cudaSetDevice(99) == cudaErrorInvalidDevice);
   REQUIRE(cudaPeekAtLastError() == cudaErrorInvalidDevice);
@@ -384,7 +362,6 @@ TEST_CASE("errors: the last error is the thread's own; Get clears it, Peek does 
 }
 
 TEST_CASE("errors: names are CUDA's; the text goes on only for the failure it belongs to") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   REQUIRE(std::string(cudaGetErrorName(cudaErrorMemoryAllocation)) == "cudaErrorMemoryAllocation");
   REQUIRE(std::string(cudaGetErrorName(cudaErrorIllegalAddress)) == "cudaErrorIllegalAddress");
@@ -395,7 +372,6 @@ TEST_CASE("errors: names are CUDA's; the text goes on only for the failure it be
 }
 
 TEST_CASE("errors: without a device every call says so") {
-  SKIP_IN_DOUBLE();
   for (const auto& [name, value] :
        {std::pair("VIRTUAL_GPU_COUNT", "0"), std::pair("CUDA_VISIBLE_DEVICES", ""),
         std::pair("CUDA_VISIBLE_DEVICES", "-1")}) {
@@ -417,7 +393,6 @@ TEST_CASE("errors: without a device every call says so") {
 }
 
 TEST_CASE("errors: CUDA_VISIBLE_DEVICES counts up to the first entry that is no device") {
-  SKIP_IN_DOUBLE();
   const std::pair<const char*, int> lists[] = {
       {"0", 1}, {"0,1", 2}, {"5,3,1", 3}, {"0,-1,1", 1}, {"0,8,1", 1}, {"0,x", 1}, {"0,", 1}};
   for (const auto& [list, wanted] : lists) {
@@ -446,7 +421,6 @@ std::vector<std::string> beside_nccl(const std::function<void()>& call) {
 }  // namespace
 
 TEST_CASE("memory: calls while NCCL work is outstanding are a hazard, and refused") {
-  SKIP_IN_DOUBLE();
   const std::string said = "stream 0 of GPU 0 has NCCL work that this thread has not waited for";
   const std::pair<const char*, std::function<void()>> calls[] = {
       {"cudaMalloc", [] { device_array<char>(8); }}, {"cudaMallocHost", [] {
@@ -463,7 +437,6 @@ TEST_CASE("memory: calls while NCCL work is outstanding are a hazard, and refuse
 }
 
 TEST_CASE("memory: cudaFree and cudaFreeHost beside outstanding NCCL work are refused") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float *p = r.filled<float>(1000), *other = device_array<float>(1), *pinned = nullptr;
@@ -479,7 +452,6 @@ TEST_CASE("memory: cudaFree and cudaFreeHost beside outstanding NCCL work are re
 }
 
 TEST_CASE("memory: work that this thread knows to be done is no hazard, however it knows") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* p = r.filled<float>(1000);

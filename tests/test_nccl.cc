@@ -240,35 +240,27 @@ void all_reduce(TestRank& r, size_t n) {
 }  // namespace
 
 TEST_CASE("nccl: collectives of float") {
-  SKIP_IN_DOUBLE();
   check_type<float>(true);
 }
 TEST_CASE("nccl: collectives of double") {
-  SKIP_IN_DOUBLE();
   check_type<double>(true);
 }
 TEST_CASE("nccl: collectives of half") {
-  SKIP_IN_DOUBLE();
   check_type<__half>(true);
 }
 TEST_CASE("nccl: collectives of bfloat16") {
-  SKIP_IN_DOUBLE();
   check_type<__nv_bfloat16>(true);
 }
 TEST_CASE("nccl: collectives of int32") {
-  SKIP_IN_DOUBLE();
   check_type<int32_t>(true);
 }
 TEST_CASE("nccl: collectives of int64") {
-  SKIP_IN_DOUBLE();
   check_type<int64_t>(true);
 }
 TEST_CASE("nccl: collectives of uint64") {
-  SKIP_IN_DOUBLE();
   check_type<uint64_t>(true);
 }
 TEST_CASE("nccl: int8, uint8 and uint32 are moved, and not reduced") {
-  SKIP_IN_DOUBLE();
   check_type<int8_t>(false);
   check_type<uint8_t>(false);
   check_type<uint32_t>(false);
@@ -285,14 +277,12 @@ TEST_CASE("nccl: int8, uint8 and uint32 are moved, and not reduced") {
 // ---- arithmetic ----------------------------------------------------------------------------
 
 TEST_CASE("nccl: sums are in rank order") {
-  SKIP_IN_DOUBLE();
   REQUIRE(sum_of<float>({1e8f, 1, -1e8f}) == 0);  // the small one is lost in rank 0's
   REQUIRE(sum_of<float>({1e8f, -1e8f, 1}) == 1);
   REQUIRE(sum_of<double>({1e17, 1, -1e17, 1}) == 1);
 }
 
 TEST_CASE("nccl: half types round at every addition") {
-  SKIP_IN_DOUBLE();
   // In float the sums would be 2050 and 258, which both types can hold.
   const auto half = [](float x) { return __float2half(x); };
   const auto bf16 = [](float x) { return __float2bfloat16(x); };
@@ -304,7 +294,6 @@ TEST_CASE("nccl: half types round at every addition") {
 }
 
 TEST_CASE("nccl: the average multiplies by 1/n in the element type first; integers divide last") {
-  SKIP_IN_DOUBLE();
   const float third = 1.0f / 3;
   REQUIRE(sum_of<float>({5, 5, 5}, ncclAvg) == 5 * third + 5 * third + 5 * third);
   REQUIRE(sum_of<int32_t>({1, 2, 5}, ncclAvg) == 2);
@@ -319,7 +308,6 @@ TEST_CASE("nccl: the average multiplies by 1/n in the element type first; intege
 }
 
 TEST_CASE("nccl: integers wrap; a number wins over a NaN in maximum and minimum, on any rank") {
-  SKIP_IN_DOUBLE();
   REQUIRE(sum_of<int32_t>({INT32_MAX, 1}) == INT32_MIN);
   REQUIRE(sum_of<int64_t>({INT64_MAX, 1}) == INT64_MIN);
   REQUIRE(sum_of<int32_t>({1 << 20, 1 << 20}, ncclProd) == 0);
@@ -357,7 +345,6 @@ void ends_well(TestRank& r) {
 }  // namespace
 
 TEST_CASE("nccl: a buffer of the host, of another GPU, or freed is refused") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   float* of_gpu_3 = nullptr;
   MUST(cudaSetDevice(3));
@@ -382,7 +369,6 @@ TEST_CASE("nccl: a buffer of the host, of another GPU, or freed is refused") {
 }
 
 TEST_CASE("nccl: extents are count, or nranks * count where a kind gathers or scatters") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(3, [](TestRank& r) {
     float *four = r.filled<float>(4), *eleven = r.filled<float>(11), *twelve = r.filled<float>(12);
@@ -403,7 +389,6 @@ TEST_CASE("nccl: extents are count, or nranks * count where a kind gathers or sc
 }
 
 TEST_CASE("nccl: an overlap other than in place is refused") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(3, [](TestRank& r) {
     float* x = r.filled<float>(30);
@@ -426,7 +411,6 @@ TEST_CASE("nccl: an overlap other than in place is refused") {
 }
 
 TEST_CASE("nccl: communicator, stream, type, operation, root and peer are checked") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   MUST(cudaSetDevice(3));
   TestStream of_gpu_3;
@@ -457,7 +441,6 @@ TEST_CASE("nccl: communicator, stream, type, operation, root and peer are checke
 }
 
 TEST_CASE("nccl: a call uses its communicator's device, whatever is current") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(1);
@@ -476,7 +459,6 @@ TEST_CASE("nccl: a call uses its communicator's device, whatever is current") {
 }
 
 TEST_CASE("nccl: calls return before the work is done") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   Gate gate;
   std::atomic<int> returned{0};
@@ -541,7 +523,6 @@ void unanswered(const Step& step, std::vector<std::string> parts) {
 }  // namespace
 
 TEST_CASE("nccl: other counts, types, operations, roots and kinds are named, with both ranks") {
-  SKIP_IN_DOUBLE();
   disagree(reduce_all(8, ncclFloat, ncclSum), reduce_all(6, ncclFloat, ncclSum),
            {"communicator 0, collective 0", "rank 0 calls ncclAllReduce of 8 float, sum",
             "rank 1 calls ncclAllReduce of 6 float, sum"});
@@ -557,7 +538,6 @@ TEST_CASE("nccl: other counts, types, operations, roots and kinds are named, wit
 }
 
 TEST_CASE("nccl: other roots of a reduce, and all-gather against reduce-scatter, are named") {
-  SKIP_IN_DOUBLE();
   const auto reduce_to = [](int root) -> Step {
     return [=](TestRank& r, float* x) {
       MUST(ncclReduce(x, x, 4, ncclFloat, ncclSum, root, r.comm, r.stream));
@@ -572,7 +552,6 @@ TEST_CASE("nccl: other roots of a reduce, and all-gather against reduce-scatter,
 }
 
 TEST_CASE("nccl: every rank of three hears of one that disagrees, and can ask") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   const auto texts = texts_of_ranks(3, [](TestRank& r) {
     float* x = r.filled<float>(8);
@@ -590,7 +569,6 @@ TEST_CASE("nccl: every rank of three hears of one that disagrees, and can ask") 
 }
 
 TEST_CASE("nccl: a rank that does not join is reported, not waited for") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   const auto texts = texts_of_ranks(4, [](TestRank& r) {
     if (r.rank == 2) return;
@@ -605,7 +583,6 @@ TEST_CASE("nccl: a rank that does not join is reported, not waited for") {
 }
 
 TEST_CASE("nccl: a rank that waits for something else is reported with what it waits in") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   const auto texts = texts_of_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(4);
@@ -622,7 +599,6 @@ TEST_CASE("nccl: a rank that waits for something else is reported with what it w
 }
 
 TEST_CASE("nccl: a thread that ends with its communicator is reported") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   const auto texts = texts_of_ranks(2, [](TestRank& r) {
     if (r.rank == 1) {
@@ -639,7 +615,6 @@ TEST_CASE("nccl: a thread that ends with its communicator is reported") {
 // ---- send and receive ----------------------------------------------------------------------
 
 TEST_CASE("nccl: messages of a pair keep their order, whatever comes between") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_JITTER", "3"}};
   on_ranks(3, [](TestRank& r) {
     int32_t* x = device_array<int32_t>(100);
@@ -656,7 +631,6 @@ TEST_CASE("nccl: messages of a pair keep their order, whatever comes between") {
 }
 
 TEST_CASE("nccl: a send without its receive is reported, also if it is small; and the reverse") {
-  SKIP_IN_DOUBLE();
   unanswered(send(1, ncclFloat, 1),
              {"rank 0 of 2 of communicator 0 in ncclSend of 1 float to rank 1"});
   unanswered(receive(4, ncclFloat, 1),
@@ -664,7 +638,6 @@ TEST_CASE("nccl: a send without its receive is reported, also if it is small; an
 }
 
 TEST_CASE("nccl: opposite sends deadlock, and do not in a group") {
-  SKIP_IN_DOUBLE();
   disagree(then(send(4, ncclFloat, 1), receive(4, ncclFloat, 1)),
            then(send(4, ncclFloat, 0), receive(4, ncclFloat, 0)),
            {"rank 0 of 2 of communicator 0 in ncclSend of 4 float to rank 1",
@@ -682,7 +655,6 @@ TEST_CASE("nccl: opposite sends deadlock, and do not in a group") {
 }
 
 TEST_CASE("nccl: a receive of another count or type than its send is named") {
-  SKIP_IN_DOUBLE();
   disagree(send(8, ncclFloat, 1), receive(6, ncclFloat, 0),
            {"rank 0 calls ncclSend of 8 float to rank 1",
             "rank 1 calls ncclRecv of 6 float from rank 0"});
@@ -691,7 +663,6 @@ TEST_CASE("nccl: a receive of another count or type than its send is named") {
 }
 
 TEST_CASE("nccl: a collective and a send of one communicator serialise, and so can deadlock") {
-  SKIP_IN_DOUBLE();
   disagree(then(reduce_all(4, ncclFloat, ncclSum), send(4, ncclFloat, 1)),
            then(receive(4, ncclFloat, 0), reduce_all(4, ncclFloat, ncclSum)),
            {"in ncclAllReduce of 4 float", "in ncclRecv of 4 float from rank 0"});
@@ -700,7 +671,6 @@ TEST_CASE("nccl: a collective and a send of one communicator serialise, and so c
 // ---- zero counts ---------------------------------------------------------------------------
 
 TEST_CASE("nccl: a collective of no elements is success, without launch or peers") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     if (r.rank == 0) {  // rank 1 does not join, and need not
@@ -719,7 +689,6 @@ TEST_CASE("nccl: a collective of no elements is success, without launch or peers
 }
 
 TEST_CASE("nccl: a send and receive of no elements still pair") {
-  SKIP_IN_DOUBLE();
   {
     Fresh fresh;
     on_ranks(2, [](TestRank& r) {
@@ -737,7 +706,6 @@ TEST_CASE("nccl: a send and receive of no elements still pair") {
 // ---- groups --------------------------------------------------------------------------------
 
 TEST_CASE("nccl: groups nest; only the outermost end launches") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(8);
@@ -761,7 +729,6 @@ TEST_CASE("nccl: groups nest; only the outermost end launches") {
 }
 
 TEST_CASE("nccl: an end without a start is invalid usage, also after a whole group") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   REQUIRE(ncclGroupEnd() == ncclInvalidUsage);
   REQUIRE(contains(ncclGetLastError(nullptr), "ncclGroupEnd: there was no ncclGroupStart"));
@@ -771,7 +738,6 @@ TEST_CASE("nccl: an end without a start is invalid usage, also after a whole gro
 }
 
 TEST_CASE("nccl: a bad call of a group also fails its end, and drops the whole group") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(8);
@@ -792,7 +758,6 @@ TEST_CASE("nccl: a bad call of a group also fails its end, and drops the whole g
 }
 
 TEST_CASE("nccl: a group has no order, so its operations may not share what one writes") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float *x = r.filled<float>(8), *y = r.filled<float>(8);
@@ -818,7 +783,6 @@ TEST_CASE("nccl: a group has no order, so its operations may not share what one 
 }
 
 TEST_CASE("nccl: a send to oneself needs its receive in the same group") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(8);
@@ -839,7 +803,6 @@ TEST_CASE("nccl: a send to oneself needs its receive in the same group") {
 }
 
 TEST_CASE("nccl: many messages in one group, all pairs at once") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_JITTER", "9"}};
   on_ranks(8, [](TestRank& r) {
     float *out = device_array<float>(8), *in = device_array<float>(8);
@@ -860,7 +823,6 @@ TEST_CASE("nccl: many messages in one group, all pairs at once") {
 // ---- streams and communicators -------------------------------------------------------------
 
 TEST_CASE("nccl: a group of several streams starts after all of them, and all wait for its end") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   on_ranks(2, [](TestRank& r) {
     TestStream second;
@@ -880,7 +842,6 @@ TEST_CASE("nccl: a group of several streams starts after all of them, and all wa
 }
 
 TEST_CASE("nccl: one communicator on two streams runs in the order of its calls") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_JITTER", "4"}};
   on_ranks(4, [](TestRank& r) {
     TestStream second;
@@ -895,7 +856,6 @@ TEST_CASE("nccl: one communicator on two streams runs in the order of its calls"
 }
 
 TEST_CASE("nccl: split sorts by key, then by the parent's rank; no colour gives NULL") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(8, [](TestRank& r) {
     ncclComm_t part = r.comm;
@@ -919,7 +879,6 @@ TEST_CASE("nccl: split sorts by key, then by the parent's rank; no colour gives 
 }
 
 TEST_CASE("nccl: rows and columns of a mesh, on two streams, one all-reduce after the other") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_JITTER", "2"}};
   on_ranks(6, [](TestRank& r) {
     ncclComm_t row = nullptr, column = nullptr;
@@ -947,7 +906,6 @@ TEST_CASE("nccl: rows and columns of a mesh, on two streams, one all-reduce afte
 }
 
 TEST_CASE("nccl: split refuses a negative colour and a configuration") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     ncclComm_t part = nullptr;
@@ -960,7 +918,6 @@ TEST_CASE("nccl: split refuses a negative colour and a configuration") {
 }
 
 TEST_CASE("nccl: a rank that does not join a split is reported") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   const auto texts = texts_of_ranks(3, [](TestRank& r) {
     ncclComm_t part = nullptr;
@@ -972,7 +929,6 @@ TEST_CASE("nccl: a rank that does not join a split is reported") {
 // ---- coming and going ----------------------------------------------------------------------
 
 TEST_CASE("nccl: destroy waits for the communicator's work; twice is an error, NULL is none") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   on_ranks(2, [](TestRank& r) {
     float* x = r.filled<float>(1);
@@ -993,7 +949,6 @@ TEST_CASE("nccl: destroy waits for the communicator's work; twice is an error, N
 }
 
 TEST_CASE("nccl: abort ends this rank's waits, and tells the others nothing") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   std::atomic<bool> aborted{false};
   const auto texts = texts_of_ranks(3, [&](TestRank& r) {
@@ -1020,7 +975,6 @@ TEST_CASE("nccl: abort ends this rank's waits, and tells the others nothing") {
 }
 
 TEST_CASE("nccl: abort ends a send and a receive that nobody answers") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   std::atomic<int> gone{0};
   on_ranks(2, [&](TestRank& r) {
@@ -1062,7 +1016,6 @@ std::vector<std::string> init_texts(const std::vector<Comer>& comers) {
 }  // namespace
 
 TEST_CASE("nccl: init refuses a GPU twice, a rank twice, and two sizes") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   for (const std::string& text : init_texts({{0, 0, 3}, {1, 1, 3}, {0, 2, 3}}))
     REQUIRE(contains(
@@ -1077,7 +1030,6 @@ TEST_CASE("nccl: init refuses a GPU twice, a rank twice, and two sizes") {
 }
 
 TEST_CASE("nccl: init tells how many came, when one never does") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_INIT_SECONDS", "1"}};
   const auto before = std::chrono::steady_clock::now();
   const auto texts = init_texts({{0, 0, 3}, {1, 1, 3}});
@@ -1090,7 +1042,6 @@ TEST_CASE("nccl: init tells how many came, when one never does") {
 }
 
 TEST_CASE("nccl: init refuses bad ranks, a group, and an id from elsewhere") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   ncclUniqueId id;
   ncclComm_t comm = nullptr;
@@ -1113,7 +1064,6 @@ TEST_CASE("nccl: init refuses bad ranks, a group, and an id from elsewhere") {
 }
 
 TEST_CASE("nccl: a rank that comes late to an init is no deadlock") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   ncclUniqueId wider;
   MUST(ncclGetUniqueId(&wider));
@@ -1139,7 +1089,6 @@ TEST_CASE("nccl: a rank that comes late to an init is no deadlock") {
 }
 
 TEST_CASE("nccl: init waits for all ranks, also on the clock") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   ncclUniqueId id;
   MUST(ncclGetUniqueId(&id));
@@ -1189,7 +1138,6 @@ struct OneThread {  // drives two GPUs
 }  // namespace
 
 TEST_CASE("nccl: one thread drives two GPUs with a group, also in strict mode") {
-  SKIP_IN_DOUBLE();
   for (const char* strict : {"0", "1"}) {
     Fresh fresh{{"VIRTUAL_GPU_STRICT", strict}};
     OneThread t;
@@ -1202,7 +1150,6 @@ TEST_CASE("nccl: one thread drives two GPUs with a group, also in strict mode") 
 }
 
 TEST_CASE("nccl: one thread that drives two GPUs without a group is reported in strict mode") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_STRICT", "1"}};
   OneThread t;
   ncclResult_t status = t.all_reduce(0);  // waits for rank 1, whose call comes after it
@@ -1214,7 +1161,6 @@ TEST_CASE("nccl: one thread that drives two GPUs without a group is reported in 
 }
 
 TEST_CASE("nccl: init-all refuses a GPU twice and one that is not there") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   ncclComm_t comms[3] = {};
   const int twice[] = {1, 2, 1}, missing[] = {0, 8, 1};
@@ -1260,7 +1206,6 @@ std::vector<std::string> crossed(const char* strict, bool warmed_up) {
 }  // namespace
 
 TEST_CASE("nccl: strict mode reports hosts that wait for each other's first calls") {
-  SKIP_IN_DOUBLE();
   for (const std::string& text : crossed("0", false)) REQUIRE(text == "");
   for (const std::string& text : crossed("1", true)) REQUIRE(text == "");
   some_rank_says(crossed("1", false),
@@ -1269,7 +1214,6 @@ TEST_CASE("nccl: strict mode reports hosts that wait for each other's first call
 }
 
 TEST_CASE("nccl: strict mode lets right programs through") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_STRICT", "1"}};
   on_ranks(4, [](TestRank& r) {
     const Check<float> check{r, 33};
@@ -1299,12 +1243,10 @@ void many_small(int p, int n, const char* jitter) {
 }  // namespace
 
 TEST_CASE("nccl: 100,000 all-reduces of one element over 8 ranks") {
-  SKIP_IN_DOUBLE();
   many_small(8, sanitized ? 3000 : 100000, "");
 }
 
 TEST_CASE("nccl: small all-reduces over 4 and 16 ranks, at random times") {
-  SKIP_IN_DOUBLE();
   many_small(4, sanitized ? 1000 : 5000, "1");
   Fresh fresh{{"VIRTUAL_GPU_COUNT", "16"}};
   many_small(16, sanitized ? 200 : 1000, "2");

@@ -33,21 +33,21 @@ void judge(const std::string& name) {
 }  // namespace
 
 TEST_CASE("sanitizer: a missing cudaStreamWaitEvent between two kernels is a data race") {
-  if (tested_in_float || other_sanitizer) return;
+  if (other_sanitizer) return;
   judge("two_kernels");
 }
 
 TEST_CASE("sanitizer: reuse of a host buffer before its copy is done is a data race") {
-  if (tested_in_float || other_sanitizer) return;
+  if (other_sanitizer) return;
   judge("host_buffer");
 }
 
 TEST_CASE("sanitizer: a missing event between a kernel and a GEMM is a data race") {
-  if (tested_in_float || other_sanitizer) return;
+  if (other_sanitizer) return;
   judge("gemm");
 }
 
 TEST_CASE("sanitizer: a missing event between compute and an all-reduce is a data race") {
-  if (tested_in_float || other_sanitizer) return;
+  if (other_sanitizer) return;
   judge("all_reduce");
 }

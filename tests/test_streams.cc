@@ -23,7 +23,6 @@ virtual_gpu::Picoseconds end_of(cudaStream_t stream) {
 }  // namespace
 
 TEST_CASE("streams: launch, copy and memset return before the work is done") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   Gate gate;
   TestStream stream;
@@ -45,7 +44,6 @@ TEST_CASE("streams: launch, copy and memset return before the work is done") {
 }
 
 TEST_CASE("streams: work of one stream runs in the order of its calls") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU_JITTER", "5"}};
   TestStream stream;
   int* x = device_array<int>(2);
@@ -62,7 +60,6 @@ TEST_CASE("streams: work of one stream runs in the order of its calls") {
 }
 
 TEST_CASE("streams: two streams have no order, and overlap on the clock") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   Gate gate;
   TestStream a, b;
@@ -76,7 +73,6 @@ TEST_CASE("streams: two streams have no order, and overlap on the clock") {
 }
 
 TEST_CASE("streams: cudaStreamDestroy waits for the stream's work") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   int* x = device_array<int>(1);
   {
@@ -89,7 +85,6 @@ TEST_CASE("streams: cudaStreamDestroy waits for the stream's work") {
 }
 
 TEST_CASE("streams: cudaDeviceSynchronize waits for all streams of its device") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream a, b;
   float* any = device_array<float>(1);
@@ -100,7 +95,6 @@ TEST_CASE("streams: cudaDeviceSynchronize waits for all streams of its device") 
 }
 
 TEST_CASE("streams: a full queue makes the host wait, and goes on") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   Gate gate;
   TestStream stream;
@@ -134,7 +128,6 @@ TEST_CASE("streams: a full queue makes the host wait, and goes on") {
 }
 
 TEST_CASE("streams: the queue gives and takes work from many host threads") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   int* x = device_array<int>(1);
@@ -154,7 +147,6 @@ TEST_CASE("streams: the queue gives and takes work from many host threads") {
 }
 
 TEST_CASE("streams: only cudaStreamNonBlocking streams can be made") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   cudaStream_t stream = nullptr;
   fails_with(cudaStreamCreateWithFlags(&stream, 0), cudaErrorInvalidValue,
@@ -163,7 +155,6 @@ TEST_CASE("streams: only cudaStreamNonBlocking streams can be made") {
 }
 
 TEST_CASE("streams: a destroyed stream is refused by every call") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   cudaStream_t stream = nullptr;
   TestEvent event;
@@ -183,7 +174,6 @@ TEST_CASE("streams: a destroyed stream is refused by every call") {
 // ---- events --------------------------------------------------------------------------------
 
 TEST_CASE("events: a wait binds to the latest record at the time of the call") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream a, b;
   TestEvent event;
@@ -204,7 +194,6 @@ TEST_CASE("events: a wait binds to the latest record at the time of the call") {
 }
 
 TEST_CASE("events: what follows a wait sees what preceded the record") {
-  SKIP_IN_DOUBLE();
   for (int repeat = 0; repeat < 50; ++repeat) {
     Fresh fresh{{"VIRTUAL_GPU_JITTER", std::to_string(repeat + 1)}};
     TestStream a, b;
@@ -221,7 +210,6 @@ TEST_CASE("events: what follows a wait sees what preceded the record") {
 }
 
 TEST_CASE("events: one that was never recorded is complete, and has no time") {
-  SKIP_IN_DOUBLE();
   Fresh fresh;
   TestStream stream;
   TestEvent never, recorded;
@@ -239,7 +227,6 @@ TEST_CASE("events: one that was never recorded is complete, and has no time") {
 }
 
 TEST_CASE("events: elapsed time is 400 without timing, 600 while unfinished, then exact") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream stream;
   TestEvent start, end, no_timing(cudaEventDisableTiming);
@@ -261,7 +248,6 @@ TEST_CASE("events: elapsed time is 400 without timing, 600 while unfinished, the
 }
 
 TEST_CASE("events: record on another device's stream is 400; wait, query, synchronize work") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream here;
   TestEvent event, second;
@@ -290,7 +276,6 @@ TEST_CASE("events: record on another device's stream is 400; wait, query, synchr
 }
 
 TEST_CASE("events: destroyed while a stream waits for it, it still counts") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream a, b;
   float* any = device_array<float>(1);
@@ -310,7 +295,6 @@ TEST_CASE("events: destroyed while a stream waits for it, it still counts") {
 // ---- asking --------------------------------------------------------------------------------
 
 TEST_CASE("query: answers in virtual time, and leaves \"not ready\" as the last error") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream stream;
   float* any = device_array<float>(1);
@@ -326,7 +310,6 @@ TEST_CASE("query: answers in virtual time, and leaves \"not ready\" as the last 
 }
 
 TEST_CASE("query: work that is done by the host's time is ready at the first question") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream a, b;
   TestEvent event;
@@ -340,7 +323,6 @@ TEST_CASE("query: work that is done by the host's time is ready at the first que
 }
 
 TEST_CASE("query: a polling loop gives the same answers at every run") {
-  SKIP_IN_DOUBLE();
   std::vector<std::string> stories;
   for (int seed = 1; seed <= 20; ++seed) {
     Fresh fresh{{"VIRTUAL_GPU", countable}, {"VIRTUAL_GPU_JITTER", std::to_string(seed)}};
@@ -375,7 +357,6 @@ TEST_CASE("query: a polling loop gives the same answers at every run") {
 }
 
 TEST_CASE("query: waiting by polling ends when waiting by synchronize would") {
-  SKIP_IN_DOUBLE();
   Fresh fresh{{"VIRTUAL_GPU", countable}};
   TestStream a;
   float* any = device_array<float>(1);

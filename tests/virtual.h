@@ -30,15 +30,6 @@ constexpr bool sanitized = false;
 constexpr bool sanitized = false;
 #endif
 
-// What is the same in float and double is tested once, in float.
-#ifdef REAL_DOUBLE
-constexpr bool tested_in_float = true;
-#else
-constexpr bool tested_in_float = false;
-#endif
-#define SKIP_IN_DOUBLE() \
-  if (tested_in_float) return
-
 // ---- a fresh runtime -----------------------------------------------------------------------
 
 // One FLOP, one byte of a copy and one element of a kernel over floats take one picosecond each;
