@@ -52,7 +52,7 @@ OBJECTS  := $(patsubst virtual_gpu/src/%.cc,$(GPU_OUT)/%.o,$(wildcard virtual_gp
 # Without contraction a*b+c rounds twice everywhere, so that results can be compared.
 # -Wno-restrict: g++ 12 warns of its own std::string (GCC bug 105651).
 WARN     := -Wall -Wextra -Werror $(if $(findstring clang,$(CXX)),,-Wno-restrict)
-DEFINES  := $(if $(filter double,$(REAL)),-DREAL_DOUBLE)
+DEFINES  := -DREAL=$(REAL)
 DEPENDS   = -MMD -MP -MF $@.d -MT $@
 HOST     := $(CXX) -std=c++20 -O3 -ffp-contract=off $(NATIVE) $(WARN) -pthread $(DEFINES) \
             -Ivirtual_gpu/include $(if $(SANITIZE),-g -O1 -fno-omit-frame-pointer -fsanitize=$(SANITIZE))
@@ -71,7 +71,8 @@ endif
 CATCH_LIBS := $(if $(wildcard /usr/include/catch2/catch_all.hpp /usr/local/include/catch2/catch_all.hpp),-lCatch2)
 
 .DEFAULT_GOAL := all
-.PHONY: all run bench scaling mesh test test-one test-float test-double papers curves pictures repetition help tools clean FORCE
+.PHONY: all run bench scaling mesh test test-one test-float test-double papers curves pictures
+.PHONY: repetition help tools clean FORCE
 .SECONDARY:
 .SECONDEXPANSION:
 
@@ -94,11 +95,12 @@ $(LIBRARY): $(OBJECTS)
 	@rm -f $@
 	ar rcs $@ $^
 
-# Catch2's own runner is none of what is tested: compiled once for all, and without sanitizer.
-RUNNER := $(BUILD)/catch2-main.o
-$(RUNNER): tests/main.cc tests/catch.h | $(OUT)/flags
+# Catch2's own runner knows nothing of REAL either, is none of what is tested, and with a sanitizer
+# takes a minute to compile.
+RUNNER := $(GPU_OUT)/tests_main.o
+$(RUNNER): tests/main.cc $(GPU_OUT)/flags | $(OUT)/flags
 	@tools/requirements.sh tests -q
-	$(filter-out -fsanitize=% -D%,$(subst -O3,-O0,$(HOST))) -c $< -o $@
+	$(filter-out -fsanitize=%,$(GPU_COMPILE)) -O0 $(DEPENDS) -c $< -o $@
 $(OUT)/tests/%.o: tests/%.cc $(OUT)/flags
 	@mkdir -p $(@D) && tools/requirements.sh tests -q
 	$(subst -O3,-O0,$(HOST)) $(DEPENDS) -c $< -o $@

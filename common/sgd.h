@@ -12,11 +12,7 @@
 #include <utility>
 #include <vector>
 
-#ifdef REAL_DOUBLE  // make REAL=double: rounding shrinks until no wrong factor can hide in it
-using real = double;
-#else
-using real = float;
-#endif
+using real = REAL;  // float, or double by make REAL=double, where no wrong factor hides in rounding
 
 // Something is wrong with what the user gave us: one line, and exit status 2.
 struct BadInput : std::runtime_error {
