@@ -203,7 +203,7 @@ class Range {
 
 // ---- launch -------------------------------------------------------------------------------
 
-// Runs a grid-stride kernel with one thread for each of n elements. An empty grid is an error
+// Runs a striding kernel with one thread for each of n elements. An empty grid is an error
 // in CUDA, and no work here, so n = 0 launches nothing.
 template <class... Parameters, class... Arguments>
 void launch(cudaStream_t stream, int64_t n, void (*kernel)(Parameters...), Arguments&&... args) {

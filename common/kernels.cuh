@@ -1,7 +1,8 @@
 // The MLP's kernels and nothing else. Matrices are row-major; a layer maps x [rows, d_in] to
 // y = x W^T + b [rows, d_out] with W [d_out, d_in], PyTorch's convention.
 // Outputs come first, then inputs, sizes, and the stream (or the BLAS handle on that stream).
-// Every kernel is a grid-stride loop without shared memory: right for any launch shape.
+// Every kernel strides over elements by the grid, or over rows by blocks and over columns by
+// threads, so that no element costs a division; none uses shared memory. Right for any launch shape.
 // rows = 0 is allowed everywhere: a rank without samples contributes zeros.
 // T may be a 16-bit format for what a layer reads and makes; sums are taken in Wide<T>.
 #pragma once
@@ -18,20 +19,6 @@ inline __device__ int64_t first_index() {
   return int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
 }
 inline __device__ int64_t grid_stride() { return int64_t{gridDim.x} * blockDim.x; }
-
-// Where a thread is in a matrix of d columns. It divides once and then adds: an integer division
-// for every element would cost more than the element's own work.
-struct MatrixIndex {
-  int64_t i, row, column;
-  __device__ explicit MatrixIndex(int64_t d)
-      : i(first_index()), row(i / d), column(i % d) {}
-  __device__ void advance(int64_t down, int64_t right, int64_t d) {
-    i += grid_stride();
-    row += down;
-    column += right;
-    if (column >= d) column -= d, ++row;
-  }
-};
 
 template <class T>
 using Wide = std::conditional_t<std::is_floating_point_v<T>, T, float>;
@@ -90,9 +77,11 @@ void backward_input(T* dx, const T* dy, const T* weight, int rows, int d_out, in
 template <class T>
 __global__ void load_pixels_kernel(T* x, const uint8_t* pixels, const int32_t* order,
                                    int64_t rows, int64_t d) {
-  const int64_t down = grid_stride() / d, right = grid_stride() % d;
-  for (MatrixIndex at(d); at.i < rows * d; at.advance(down, right, d))
-    x[at.i] = static_cast<T>(pixels[order[at.row] * d + at.column] / real{255});
+  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {
+    const uint8_t* sample = pixels + order[i] * d;
+    for (int64_t j = threadIdx.x; j < d; j += blockDim.x)
+      x[i * d + j] = static_cast<T>(sample[j] / real{255});
+  }
 }
 template <class T>
 void load_pixels(T* x, const uint8_t* pixels, const int32_t* order, int rows, int d,
@@ -117,11 +106,11 @@ inline void load_labels(int32_t* label, const int32_t* labels, const int32_t* or
 // y[i, j] += bias[j], in place, then ReLU where the layer is hidden
 template <class T>
 __global__ void bias_kernel(T* y, const T* bias, int64_t rows, int64_t d, bool relu) {
-  const int64_t down = grid_stride() / d, right = grid_stride() % d;
-  for (MatrixIndex at(d); at.i < rows * d; at.advance(down, right, d)) {
-    const Wide<T> z = static_cast<Wide<T>>(y[at.i]) + static_cast<Wide<T>>(bias[at.column]);
-    y[at.i] = static_cast<T>(relu && !(z > Wide<T>{0}) ? Wide<T>{0} : z);
-  }
+  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x)
+    for (int64_t j = threadIdx.x; j < d; j += blockDim.x) {
+      const Wide<T> z = static_cast<Wide<T>>(y[i * d + j]) + static_cast<Wide<T>>(bias[j]);
+      y[i * d + j] = static_cast<T>(relu && !(z > Wide<T>{0}) ? Wide<T>{0} : z);
+    }
 }
 template <class T>
 void forward_bias(T* y, const T* bias, int rows, int d, bool relu, cudaStream_t stream) {
