@@ -122,12 +122,15 @@ class Bell {
  public:
   void ring() {
     std::lock_guard guard(mutex_);
-    rung_ = true;
+    rung_.store(true, std::memory_order_relaxed);
     changed_.notify_one();
   }
   bool wait(Deadline deadline) {  // false if it did not ring in time
+    // Mostly it is about to ring, and to let the others run costs less than to sleep and be woken.
+    for (int i = 0; i < 4 && !rung_.load(std::memory_order_relaxed); ++i)
+      std::this_thread::yield();
     std::unique_lock guard(mutex_);
-    const auto rung = [&] { return std::exchange(rung_, false); };
+    const auto rung = [&] { return rung_.exchange(false, std::memory_order_relaxed); };
     if (deadline != no_deadline) return changed_.wait_until(guard, deadline, rung);
     changed_.wait(guard, rung);
     return true;
@@ -136,7 +139,7 @@ class Bell {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool rung_ = false;
+  std::atomic<bool> rung_ = false;
 };
 
 // A host thread or a stream's worker. `counted` actors are those that others may wait for: when
