@@ -56,8 +56,9 @@ inline Place place_from_environment() {
     if (variable(rank).empty() && variable(size).empty()) continue;
     place.size = number_in(size, 1, 1 << 20);
     place.launched = place.size > 1;
+    if (place.launched || !variable(rank).empty())
+      place.rank = number_in(rank, 0, place.size - 1);
     if (!place.launched) return place;
-    place.rank = number_in(rank, 0, place.size - 1);
     place.local = number_in(local, 0, place.rank);
     place.host = variable("MASTER_ADDR");
     if (place.host.empty())

@@ -163,7 +163,8 @@ class Options {
     for (const Option& o : all_) {
       if (o.group != group) text += "\n" + (group = o.group) + ":\n";
       std::string left = "  --" + o.name + (o.metavar.empty() ? "" : " " + o.metavar);
-      left.resize(std::max<size_t>(left.size() + 1, 34), ' ');
+      if (left.size() > 33) left += "\n";
+      left.resize(left.size() > 33 ? left.size() + 34 : 34, ' ');
       const std::string shown = o.metavar.empty() ? "" : o.show();
       text += left + o.help + (shown.empty() ? "" : " [" + shown + "]") + "\n";
     }

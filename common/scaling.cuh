@@ -48,6 +48,10 @@ inline void refuse_mixed(const MixedConfig& c, const Shape& shape) {
   if (c.loss_scale && c.precision != Precision::fp16)
     throw BadInput("--loss-scale: " + shortest(c.loss_scale) +
                    " given, only --precision fp16 has a loss scale");
+  if (c.scale_window != MixedConfig{}.scale_window &&
+      (c.precision != Precision::fp16 || c.loss_scale))
+    throw BadInput("--scale-window: " + std::to_string(c.scale_window) +
+                   " given, only a dynamic loss scale of --precision fp16 has a window");
   // It and its inverse must be ordinary floats, with room for what they multiply.
   if (c.loss_scale && (c.loss_scale < 0x1p-100 || c.loss_scale > 0x1p100))
     throw BadInput("--loss-scale: " + shortest(c.loss_scale) +

@@ -633,6 +633,11 @@ TEST_CASE("08: wrong options are refused with what would be right", "[program]")
                     {"--loss-scale", value, "dynamic or a number above 0"});
   require_refused(name, "--scale-window 0", {"--scale-window", "whole number from 1"});
   require_refused(name, "--loss-scale 8", {"--loss-scale", "8", "--precision fp16"});
+  for (const char* fixed : {"", "--precision bf16", "--precision fp16 --loss-scale 8"})
+    require_refused(name, std::string("--scale-window 5 ") + fixed,
+                    {"--scale-window", "5", "dynamic loss scale"});
+  CHECK(run_chapter(name, "--help").out.find("interleaved\n" + std::string(34, ' ') + "who") !=
+        std::string::npos);
   require_refused(name, "--gpus 6 --dp 2 --pp 2 --tp 2", {"6 ranks given", "make 8"});
   if (!has_16_bits)
     require_refused(name, "--precision bf16", {"--precision", "bf16", "REAL=float"});

@@ -109,6 +109,7 @@ TEST_CASE("the names of torchrun, mpirun and srun are understood") {
 TEST_CASE("a launcher's single process is an ordinary run") {
   const Environment environment({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}});
   CHECK_FALSE(place_from_environment().launched);
+  CHECK(refusal({{"RANK", "1"}, {"WORLD_SIZE", "1"}}).find("RANK: \"1\"") != std::string::npos);
 }
 
 TEST_CASE("missing, malformed and contradictory variables are refused by name") {
