@@ -51,3 +51,9 @@ TEST_CASE("sanitizer: a missing event between compute and an all-reduce is a dat
   if (other_sanitizer) return;
   judge("all_reduce");
 }
+
+TEST_CASE("sanitizer: a message sent before it is made, overwritten before it is sent, or read "
+          "before it is there is a data race") {
+  if (other_sanitizer) return;
+  for (const char* name : {"before_send", "after_send", "after_receive"}) judge(name);
+}

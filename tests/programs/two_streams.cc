@@ -1,4 +1,4 @@
-// Four small programs that are right, and each without the one call that makes it so: what
+// Small programs that are right, and each without the one call that makes it so: what
 // ThreadSanitizer must report, and what it must not. Usage: two_streams CASE [broken]
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
@@ -89,7 +89,9 @@ void gemm(bool broken) {
   MUST(cublasDestroy(handle));
 }
 
-void all_reduce(bool broken) {
+// body(rank, its GPU, the communicator) on two ranks
+template <class Body>
+void two_ranks(Body body) {
   ncclUniqueId id;
   MUST(ncclGetUniqueId(&id));
   std::vector<std::thread> ranks;
@@ -100,16 +102,44 @@ void all_reduce(bool broken) {
       MUST(ncclCommInitRank(&comm, 2, id, r));
       {
         Gpu gpu;
-        launch(gpu.compute, write_kernel, gpu.x, 1.0f);  // the gradient
-        if (!broken) gpu.order(gpu.compute, gpu.other);
-        MUST(ncclAllReduce(gpu.x, gpu.x, n, ncclFloat, ncclSum, comm, gpu.other));
-        gpu.order(gpu.other, gpu.compute);
-        launch(gpu.compute, copy_kernel, gpu.y, gpu.x);  // the update
+        body(r, gpu, comm);
         MUST(cudaDeviceSynchronize());
       }
       MUST(ncclCommDestroy(comm));
     });
   for (std::thread& rank : ranks) rank.join();
+}
+
+void all_reduce(bool broken) {
+  two_ranks([=](int, Gpu& gpu, ncclComm_t comm) {
+    launch(gpu.compute, write_kernel, gpu.x, 1.0f);  // the gradient
+    if (!broken) gpu.order(gpu.compute, gpu.other);
+    MUST(ncclAllReduce(gpu.x, gpu.x, n, ncclFloat, ncclSum, comm, gpu.other));
+    gpu.order(gpu.other, gpu.compute);
+    launch(gpu.compute, copy_kernel, gpu.y, gpu.x);  // the update
+  });
+}
+
+// A stage's message to the next, which needs three waits: until it is made, until it is sent
+// before its buffer is used again, and until it is there.
+enum class Wait { before_send, after_send, after_receive };
+void message(Wait left_out, bool broken) {
+  two_ranks([=](int rank, Gpu& gpu, ncclComm_t comm) {
+    const auto order = [&](Wait wait, cudaStream_t from, cudaStream_t to) {
+      if (!broken || wait != left_out) gpu.order(from, to);
+    };
+    if (rank == 0) {
+      launch(gpu.compute, write_kernel, gpu.x, 1.0f);
+      order(Wait::before_send, gpu.compute, gpu.other);
+      MUST(ncclSend(gpu.x, n, ncclFloat, 1, comm, gpu.other));
+      order(Wait::after_send, gpu.other, gpu.compute);
+      launch(gpu.compute, write_kernel, gpu.x, 2.0f);
+    } else {
+      MUST(ncclRecv(gpu.x, n, ncclFloat, 0, comm, gpu.other));
+      order(Wait::after_receive, gpu.other, gpu.compute);
+      launch(gpu.compute, copy_kernel, gpu.y, gpu.x);
+    }
+  });
 }
 
 }  // namespace
@@ -125,6 +155,12 @@ int main(int argc, char** argv) {
     gemm(broken);
   else if (name == "all_reduce")
     all_reduce(broken);
+  else if (name == "before_send")
+    message(Wait::before_send, broken);
+  else if (name == "after_send")
+    message(Wait::after_send, broken);
+  else if (name == "after_receive")
+    message(Wait::after_receive, broken);
   else
     return 2;
   std::printf("done\n");
