@@ -71,26 +71,9 @@ class Comm : public Owner<ncclComm_t> {
     collective(2, n * sizeof(T));
   }
   template <class T>
-  void reduce(T* data, int64_t n, int root, cudaStream_t stream, ncclRedOp_t op = ncclSum) {
-    CHECK(ncclReduce(data, data, n, nccl_type(data), op, root, handle_, stream));
-    collective(1, n * sizeof(T));
-  }
-  template <class T>
   void broadcast(T* data, int64_t n, int root, cudaStream_t stream) {
     CHECK(ncclBroadcast(data, data, n, nccl_type(data), root, handle_, stream));
     collective(1, n * sizeof(T));
-  }
-  // all [size * n] = every rank's own [n], in rank order; in place: own = all + rank * n.
-  template <class T>
-  void all_gather(T* all, const T* own, int64_t n, cudaStream_t stream) {
-    CHECK(ncclAllGather(own, all, n, nccl_type(all), handle_, stream));
-    collective(1, size_ * n * sizeof(T));
-  }
-  // own [n] = the sum of block `rank` of every rank's all [size * n]; in place likewise.
-  template <class T>
-  void reduce_scatter(T* own, const T* all, int64_t n, cudaStream_t stream) {
-    CHECK(ncclReduceScatter(all, own, n, nccl_type(own), ncclSum, handle_, stream));
-    collective(1, size_ * n * sizeof(T));
   }
   template <class T>
   void send(const T* data, int64_t n, int peer, cudaStream_t stream) {

@@ -927,28 +927,22 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError) {
   return call.ok() || run_failed() ? ncclSuccess : failed_before(call);
 }
 
+template <class Value>
+static ncclResult_t tell(const char* name, ncclComm_t comm, int* answer, Value value) {
+  Call call(name);
+  if (!call.ok()) return failed_before(call);
+  if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
+  *answer = value();
+  return ncclSuccess;
+}
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  Call call("ncclCommCount");
-  if (!call.ok()) return failed_before(call);
-  if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
-  *count = comm->world->size();
-  return ncclSuccess;
+  return tell("ncclCommCount", comm, count, [&] { return comm->world->size(); });
 }
-
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* index) {
-  Call call("ncclCommCuDevice");
-  if (!call.ok()) return failed_before(call);
-  if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
-  *index = comm->device;
-  return ncclSuccess;
+  return tell("ncclCommCuDevice", comm, index, [&] { return comm->device; });
 }
-
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  Call call("ncclCommUserRank");
-  if (!call.ok()) return failed_before(call);
-  if (!known(comm)) return refuse(call, ncclInvalidArgument, "comm is no live communicator");
-  *rank = comm->rank;
-  return ncclSuccess;
+  return tell("ncclCommUserRank", comm, rank, [&] { return comm->rank; });
 }
 
 const char* ncclGetErrorString(ncclResult_t result) {
