@@ -31,7 +31,7 @@ ifdef HARDWARE
   export VIRTUAL_GPU := $(HARDWARE)
 endif
 ifeq ($(MAKELEVEL),0)  # a -j on the command line has the last word
-  MAKEFLAGS += -j$(shell nproc)
+  MAKEFLAGS += -j$(shell expr $$(nproc) + 1)  # one more, for tests also wait
 endif
 
 # ---- what is built, and how ---------------------------------------------------------------
